@@ -1,0 +1,381 @@
+"""What is signed and kept: the manifest, plans, certificates, peer records, join requests.
+
+Records are frozen structs with one canonical encoding. Where a signature matters, the bytes
+travel as they were signed (`Signed`), and are decoded only after the check.
+"""
+
+import hashlib
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocol.errors import RemoteProtocolError
+from protocol.packing import canonical, unpack
+from protocol.signing import Identity, PeerId, verify
+
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Text = Annotated[str, Meta(max_length=4096)]
+Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+RunId = bytes
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Scalar = bool | int | float | str
+Argument = Scalar | list[Scalar]
+
+
+class Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of everything that is hashed or signed."""
+
+
+# --- manifest: what is trained ---------------------------------------------------------
+
+
+class TensorSpec(Record, frozen=True):
+    """Shape and dtype of a tensor; `dtype` is torch's name without the prefix."""
+
+    dtype: Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
+    shape: tuple[Count, ...]
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes of a contiguous tensor."""
+        return self.elements * ITEM_BYTES[self.dtype]
+
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class ModelSpec(Record, frozen=True):
+    """A factory `package.module:function` and its keyword arguments."""
+
+    factory: Name
+    arguments: dict[str, Argument] = {}
+
+
+class SampleSpec(Record, frozen=True):
+    """One sample of a `factory` data source, without the batch dimension."""
+
+    dtype: Literal["float32", "float64", "int64"]
+    shape: tuple[Positive, ...] = ()
+    high: Count = 0
+    """Integer samples lie in [0, high)."""
+
+
+class DataSpec(Record, frozen=True):
+    """Where samples come from. Which keys apply depends on `source` (docs/manifest.md)."""
+
+    source: Literal["text", "tokens", "factory"]
+    files: tuple[Name, ...] = ()
+    """text: files or glob patterns; tokens: one file. `${stdlib}` is Python's own sources."""
+    sequence_length: Count = 0
+    """Tokens per sample, for text and tokens."""
+    vocabulary: Count = 256
+    """Token ids lie in [0, vocabulary)."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """tokens: type of the ids in the file (little-endian)."""
+    factory: str = ""
+    """factory: import path of a function that returns a map-style dataset."""
+    arguments: dict[str, Argument] = {}
+    sample: SampleSpec | None = None
+    target: SampleSpec | None = None
+
+
+class LossSpec(Record, frozen=True):
+    """A sum over the targets of a microbatch, and what counts in the mean."""
+
+    function: Name = "cross_entropy"
+    """`cross_entropy`, `mse`, or an import path of f(output, target) -> sum (0-dim)."""
+    weight: Literal["targets", "samples"] = "targets"
+    """What one unit of the mean is: a target that is not ignored, or a sample."""
+
+
+class OptimiserSpec(Record, frozen=True):
+    """torch's optimiser, its arguments, and the learning-rate schedule."""
+
+    name: Literal["sgd", "adam", "adamw"] = "adamw"
+    learning_rate: PositiveFloat = 1e-3
+    momentum: Fraction = 0.9
+    nesterov: bool = False
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    clip_norm: Annotated[float, Meta(ge=0)] = 0.0
+    """Largest L2 norm of the whole model's mean gradient; 0 does not clip."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    final_fraction: Fraction = 0.0
+    """Learning rate at the last step, as a fraction of `learning_rate`."""
+
+
+class ExecutionSpec(Record, frozen=True):
+    """How numbers are computed: everything here changes bits, so it is part of the run."""
+
+    determinism: Literal["standard", "exact"] = "standard"
+    recompute: bool = False
+    threads: Annotated[int, Meta(ge=1, le=256)] = 1
+    fraction_bits: Annotated[int, Meta(ge=16, le=48)] = 40
+    """exact: gradients are rounded to multiples of 2**-fraction_bits and summed as int64."""
+    on_nonfinite: Literal["halt", "skip"] = "halt"
+
+
+class SlicingSpec(Record, frozen=True):
+    """Where the model may be cut; empty lets the swarm choose by measured time."""
+
+    cuts: tuple[Positive, ...] = ()
+    """Index of the first layer of every stage but the first."""
+
+
+class Training(Record, frozen=True):
+    """What the author of a run writes: the tables of RUN.toml."""
+
+    name: Name
+    steps: Positive
+    microbatches_per_step: Annotated[int, Meta(ge=1, le=65536)]
+    microbatch_size: Positive
+    model: ModelSpec
+    data: DataSpec
+    seed: Count = 0
+    loss: LossSpec = LossSpec()
+    optimiser: OptimiserSpec = OptimiserSpec()
+    execution: ExecutionSpec = ExecutionSpec()
+    slicing: SlicingSpec = SlicingSpec()
+
+
+class Manifest(Record, frozen=True):
+    """Immutable definition of a run; its hash is the run id."""
+
+    training: Training
+    founder: PeerId
+    nonce: Hash
+
+    @property
+    def run(self) -> RunId:
+        """Return the run id: SHA-256 of the canonical encoding."""
+        return sha256(canonical(self))
+
+
+# --- signed things ----------------------------------------------------------------------
+
+
+class Signed(Record, frozen=True):
+    """Bytes of a record, who signed them and the signature; decode with `open_signed`."""
+
+    payload: bytes
+    signer: PeerId
+    signature: bytes
+
+
+class PeerRecord(Record, frozen=True):
+    """Where a peer can be reached. `sequence` grows; a reader keeps the newest."""
+
+    run: RunId
+    peer: PeerId
+    boot: Positive
+    addresses: tuple[Name, ...]
+    """HOST:PORT of its own listener."""
+    dht_addresses: tuple[Name, ...]
+    """libp2p multiaddresses of its DHT node."""
+    sequence: Count
+    host_label: str = ""
+
+
+class LayerProfile(Record, frozen=True):
+    """One layer as this peer measured it at the manifest's microbatch shape."""
+
+    name: Name
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    parameter_bytes: Count
+    output: TensorSpec
+
+
+class JoinRequest(Record, frozen=True):
+    """A peer asks to be given work: what it can compute, and what it holds."""
+
+    run: RunId
+    peer: PeerId
+    boot: Positive
+    epoch: Count
+    """Newest certified epoch that the peer knows: the request is good for a few more."""
+    device: Name
+    layers: tuple[LayerProfile, ...]
+    memory_bytes: Count
+    numerics: Text
+    """Numerics fingerprint: equal fingerprints mean equal bits."""
+    data_digest: bytes
+    """Digest of the data it can feed; empty if it has none."""
+
+
+# --- plans and certificates ------------------------------------------------------------------
+
+
+class Generation(Record, frozen=True, order=True):
+    """Lineage of councils; totally ordered. Grows only by recovery."""
+
+    number: Count = 0
+    nonce: bytes = b""
+
+
+class Member(Record, frozen=True):
+    """One start of one peer. Another boot of the same peer is not the same member."""
+
+    peer: PeerId
+    boot: Positive
+
+
+class StagePlan(Record, frozen=True):
+    """A contiguous range of layers [first, last) and its replicas, in plan order."""
+
+    first: Count
+    last: Positive
+    replicas: tuple[Member, ...]
+    shares: tuple[Positive, ...]
+    """Relative size of the shard that each replica owns in the reduction."""
+    output: TensorSpec
+    """What the stage sends to the next one (the last stage: its model output)."""
+
+
+class FeederPlan(Record, frozen=True):
+    """A peer that reads data; it injects `share` out of the sum of all shares."""
+
+    member: Member
+    share: Positive
+
+
+class Completed(Record, frozen=True):
+    """A version that every stage holds durably, with the hash of every layer's state."""
+
+    version: Count
+    layer_hashes: tuple[Hash, ...]
+
+
+class PlanBody(Record, frozen=True):
+    """What everybody does in one epoch."""
+
+    members: tuple[Signed, ...]
+    """Peer records of all members."""
+    stages: tuple[StagePlan, ...]
+    feeders: tuple[FeederPlan, ...]
+    wiring: tuple[tuple[tuple[Fraction, ...], ...], ...]
+    """wiring[s][i][j]: share of what source i sends to replica j of stage s.
+
+    Sources of stage 0 are the feeders, of stage s the replicas of stage s - 1."""
+    step_seconds: Seconds
+    """Predicted seconds per step; 0 where nothing was predicted."""
+    completed: Completed | None
+    ended: bool
+    halted: Text
+    """Why training stands still for good; empty while it does not."""
+    reason: Text
+
+
+class PlanHeader(Record, frozen=True):
+    """What a certificate signs: the identity of a plan."""
+
+    run: RunId
+    generation: Generation
+    epoch: Count
+    predecessor: bytes
+    """Hash of the previous plan's header; empty for epoch 0."""
+    council: tuple[PeerId, ...]
+    """V(epoch): the peers that decide the plan of epoch + 1."""
+    body_hash: bytes
+    kind: Literal["genesis", "planned", "repair"]
+    from_step: Count
+    lineage: Count
+
+    @property
+    def hash(self) -> bytes:
+        """Return SHA-256 of the canonical encoding (32 bytes)."""
+        return sha256(canonical(self))
+
+
+class Ballot(Record, frozen=True):
+    """What a voter signs when it accepts a plan."""
+
+    run: RunId
+    generation: Generation
+    epoch: Positive
+    term: Positive
+    header_hash: Hash
+    council_hash: Hash
+    """Hash of the council that decides: V(epoch - 1)."""
+
+
+class Certificate(Record, frozen=True):
+    """A council majority's signatures over one plan, all in one term."""
+
+    ballot: bytes
+    """The canonical Ballot, as it was signed."""
+    signatures: tuple[tuple[PeerId, bytes], ...]
+
+
+class CertifiedPlan(Record, frozen=True):
+    """A plan and the proof that it was decided; bytes as they were hashed."""
+
+    header: bytes
+    body: bytes
+    certificate: Certificate | None
+    """None for epoch 0 only, which every peer derives from the manifest."""
+
+
+BALLOT_PURPOSE = "ballot"
+PEER_RECORD_PURPOSE = "peer-record"
+JOIN_REQUEST_PURPOSE = "join-request"
+
+R = TypeVar("R", bound=Record)
+
+
+def sha256(data: bytes) -> bytes:
+    """Return the SHA-256 digest of `data` (32 bytes)."""
+    return hashlib.sha256(data).digest()
+
+
+def council_hash(council: tuple[PeerId, ...]) -> bytes:
+    """Return the hash that a ballot uses to name the council that decides."""
+    return sha256(msgspec.msgpack.encode(council))
+
+
+def decode_record(data: bytes, kind: type[R]) -> R:
+    """Decode a record that was received or read back.
+
+    Raises RemoteProtocolError if the bytes are not a `kind`.
+    """
+    return unpack(data, kind)
+
+
+def sign_record(identity: Identity, purpose: str, record: Record) -> Signed:
+    """Return `record` in its canonical bytes, signed for `purpose`."""
+    payload = canonical(record)
+    return Signed(payload, identity.peer, identity.sign(purpose, payload))
+
+
+def open_signed(signed: Signed, purpose: str, kind: type[R]) -> R:
+    """Return the record inside `signed`.
+
+    Raises RemoteProtocolError if the signature or the schema does not hold.
+    """
+    if not verify(signed.signer, purpose, signed.payload, signed.signature):
+        raise RemoteProtocolError(f"bad {purpose} signature claimed by {signed.signer}")
+    return decode_record(signed.payload, kind)
