@@ -1,0 +1,88 @@
+"""Which replica gets this microbatch now, and how many it may hold of us.
+
+A receiver grants every source a window of microbatches per parity of the step, so that early
+arrivals of the next step cannot take the places that the last ones of this step need. Both
+sides know the window from the plan. A Backward gives its Forward's credit back: that is when the
+activations behind it are gone.
+"""
+
+from collections.abc import Sequence
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Microbatch
+from protocol.records import PlanBody
+from protocol.signing import PeerId
+
+
+def credit_window(body: PlanBody, stage: int) -> int:
+    """Return how many microbatches of one step parity a replica of `stage` takes per source.
+
+    A pipeline of S stages keeps S - s microbatches in flight at stage s (1F1B); one more hides
+    the way to the neighbours. Divided among the sources, two at least.
+    """
+    sources = len(body.feeders) if stage == 0 else len(body.stages[stage - 1].replicas)
+    depth = len(body.stages) - stage + 1
+    return max(2, -(-depth // max(1, sources)))
+
+
+class Router:
+    """Smooth weighted round robin over the replicas of the next stage that have credit.
+
+    The replica with the largest sum of weights since its last turn goes next (the rule of
+    nginx's upstream balancer), so turns are spread evenly and no draw is random.
+    """
+
+    def __init__(self, targets: Sequence[PeerId], weights: Sequence[float], window: int) -> None:
+        self._targets = tuple(targets)
+        self._weights = tuple(weights)
+        self._window = window
+        self._turns = [0.0] * len(self._targets)
+        self._held: dict[tuple[PeerId, int], int] = {}
+
+    def choose(self, step: int) -> PeerId | None:
+        """Return the replica that gets the next microbatch of `step` and take its credit.
+
+        Returns None while no replica with a weight has credit.
+        """
+        open_targets = [
+            i
+            for i, target in enumerate(self._targets)
+            if self._weights[i] > 0 and self._held.get((target, step % 2), 0) < self._window
+        ]
+        if not open_targets:
+            return None
+        for i in open_targets:
+            self._turns[i] += self._weights[i]
+        chosen = max(open_targets, key=lambda i: (self._turns[i], -i))
+        self._turns[chosen] -= sum(self._weights[i] for i in open_targets)
+        target = self._targets[chosen]
+        self._held[target, step % 2] = self._held.get((target, step % 2), 0) + 1
+        return target
+
+    def give_back(self, target: PeerId, step: int) -> None:
+        """Return the credit of a microbatch whose Backward has come from `target`."""
+        self._held[target, step % 2] -= 1
+
+
+class Inflow:
+    """The receiver's side of the windows: what each source has here and has no Backward of."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._held: dict[tuple[PeerId, int], set[Microbatch]] = {}
+
+    def take(self, source: PeerId, mb: Microbatch) -> None:
+        """Enter a Forward. Raises RemoteProtocolError if the source had no credit for it or
+        sent this microbatch already."""
+        held = self._held.setdefault((source, mb.step % 2), set())
+        if mb in held:
+            raise RemoteProtocolError(f"mb={mb} was sent twice by {source}")
+        if len(held) >= self._window:
+            raise RemoteProtocolError(
+                f"mb={mb} has no credit: {source} has {len(held)} here of {self._window}"
+            )
+        held.add(mb)
+
+    def release(self, source: PeerId, mb: Microbatch) -> None:
+        """Note that the Backward of a microbatch has been sent to its source."""
+        self._held[source, mb.step % 2].remove(mb)

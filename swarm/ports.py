@@ -1,0 +1,233 @@
+"""The doors to the outside: what the daemon needs of the world, and nothing about how.
+
+Adapters implement these for real (TLS, hivemind, torch, disk). Tensors cross these doors as
+raw bytes (`memoryview`) with a `TensorSpec`, so that nothing inside depends on torch.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.messages import Microbatch, Totals
+from protocol.records import PeerRecord
+from protocol.signing import PeerId
+from swarm.core.ledger import Ledger
+from swarm.core.model import Profile
+
+Buffer = memoryview
+"""Contiguous raw bytes, format "B"."""
+
+
+# --- transport ------------------------------------------------------------------------------
+
+
+class ByteStream(Protocol):
+    """An authenticated, encrypted byte stream to one peer."""
+
+    @property
+    def peer(self) -> PeerId:
+        """Return the id that the other side proved to own."""
+        ...
+
+    async def send_all(self, data: bytes | memoryview) -> None:
+        """Send all bytes. Raises PeerUnreachable if the stream is broken."""
+        ...
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        """Return 1 to `max_bytes` bytes, or b"" at the end. Raises PeerUnreachable."""
+        ...
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        """Fill `buffer` (not empty) with at least one byte; return how many, 0 at the end.
+
+        Raises PeerUnreachable."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close at once, without waiting for the other side."""
+        ...
+
+
+class Transport(Protocol):
+    """Opens streams to peers and takes in theirs."""
+
+    async def dial(self, address: str, expected: PeerId | None) -> ByteStream:
+        """Open a stream to HOST:PORT and shake hands within the deadline.
+
+        Raises PeerUnreachable if nobody answers there in time; PeerRefused if the other side
+        is not of this swarm or is not `expected`.
+        """
+        ...
+
+    async def serve(
+        self,
+        handler: Callable[[ByteStream], Awaitable[None]],
+        *,
+        started: Callable[[str], None],
+    ) -> None:
+        """Listen until cancelled; call `started` with the bound HOST:PORT, then `handler` for
+        every stream whose handshake succeeded. Raises AddressError if it cannot listen."""
+        ...
+
+
+# --- discovery ------------------------------------------------------------------------------
+
+
+class Dht(Protocol):
+    """Hints about who is where. Never authority; may be empty, slow, wrong or dead."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Return the multiaddresses at which this node can be reached."""
+        ...
+
+    async def publish(self, record: PeerRecord) -> bool:
+        """Store this peer's record until its bounded expiry. False if it did not get through."""
+        ...
+
+    async def lookup(self) -> tuple[PeerRecord, ...]:
+        """Return the valid records of this run, sorted by peer id; () if the DHT is no help."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop the node, its libp2p daemon and its sockets."""
+        ...
+
+
+# --- storage -------------------------------------------------------------------------------
+
+
+class Storage(Protocol):
+    """Durable small state of one peer: written whole, fsynced, never half."""
+
+    def save(self, name: str, data: bytes) -> None:
+        """Replace `name` durably; returns after fsync."""
+        ...
+
+    def load(self, name: str) -> bytes | None:
+        """Return what was saved last under `name`, or None."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """Layers of committed versions on this peer's disk. Methods block: call them in a thread."""
+
+    def write(self, version: int, layers: Mapping[int, Buffer]) -> tuple[bytes, ...]:
+        """Write layers durably, all or nothing; return their SHA-256 in order of layer."""
+        ...
+
+    def read(self, version: int, layer: int) -> Buffer | None:
+        """Return a layer's bytes, checked against their hash, or None if they are not held."""
+        ...
+
+
+# --- the model -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of one executor task: a tensor, or the layer at which numbers went non-finite."""
+
+    tensor: Buffer | None
+    nonfinite: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Result of the last stage's forward, loss and backward in one task."""
+
+    gradient: Buffer | None
+    """Gradient of the stage's input; None where there is no stage below (or non-finite)."""
+    nonfinite: str = ""
+
+
+class StageExecutor(Protocol):
+    """Computes. All methods run in one worker thread, in the order in which they are called.
+
+    A microbatch's gradient is added to the accumulator and its index to `ledger` in the same
+    task, so that the two never disagree. A flagged (non-finite) index adds nothing to the
+    accumulator.
+    """
+
+    @property
+    def ledger(self) -> Ledger:
+        """Return the ledger of the step in hand."""
+        ...
+
+    @property
+    def compute_seconds(self) -> float:
+        """Return seconds of compute since the start."""
+        ...
+
+    async def profile(self) -> Profile:
+        """Measure every layer at the manifest's microbatch shape. Raises ModelError."""
+        ...
+
+    async def build(self, stages: Sequence[tuple[int, int]], stage: int) -> bytes:
+        """Hold layers of `stages[stage]` = [first, last) with their initial weights, version 0.
+
+        Returns the root hash (32 bytes) of the state."""
+        ...
+
+    async def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
+        """Run the layers; keep what backward needs. Output of shape `StagePlan.output`."""
+        ...
+
+    async def backward(self, mb: Microbatch, gradient: Buffer, weight: int) -> Outcome:
+        """Backward of an earlier forward: accumulates, adds to the ledger, returns the gradient
+        of the input (no tensor on stage 0)."""
+        ...
+
+    async def turn(self, mb: Microbatch, inputs: Buffer, targets: Buffer, weight: int) -> Turn:
+        """Last stage: forward, loss (a sum; kept in the ledger), backward, accumulate."""
+        ...
+
+    async def flag(self, mb: Microbatch, layer: str, weight: int) -> None:
+        """Put a non-finite microbatch into the ledger, adding nothing; drop its activations."""
+        ...
+
+    async def part(self, bucket: int, start: int, stop: int) -> Buffer:
+        """Return elements [start, stop) of this replica's accumulator of a bucket."""
+        ...
+
+    async def reduce(
+        self, bucket: int, start: int, stop: int, parts: Sequence[Buffer | None]
+    ) -> Buffer:
+        """Sum the parts in order (None is zero) into the reduced gradient; return the sum."""
+        ...
+
+    async def gather(self, bucket: int, start: int, stop: int, shard: Buffer) -> None:
+        """Put an owner's sum into the reduced gradient. Accumulators are not touched."""
+        ...
+
+    async def square_norms(self) -> tuple[float, ...]:
+        """Return the squared L2 norm of each reduced tensor that this stage counts."""
+        ...
+
+    async def commit(self, step: int, totals: Totals) -> None:
+        """Apply (or skip) the step; empty accumulator and ledger; version becomes step + 1."""
+        ...
+
+    async def layer_state(self, layer: int) -> Buffer:
+        """Return a layer's parameters and persistent buffers as safetensors bytes."""
+        ...
+
+    async def aclose(self) -> None:
+        """Finish the running task and stop the thread."""
+        ...
+
+
+class DataSource(Protocol):
+    """Reads samples. Methods run in a worker thread."""
+
+    def digest(self) -> bytes:
+        """Return SHA-256 over the data's content. Raises DataError."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def microbatch(self, sample_ids: Sequence[int]) -> tuple[Buffer, Buffer, int]:
+        """Return inputs, targets and weight (what counts in the mean). Raises DataError."""
+        ...
