@@ -1,0 +1,417 @@
+"""One peer's daemon: reads as a table of contents.
+
+Listen, find the swarm, measure, join, work by the newest plan, until told to stop.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from protocol.connection import Received
+from protocol.errors import RemoteProtocolError
+from protocol.messages import (
+    Certified,
+    Durable,
+    GetChain,
+    GetManifest,
+    GetState,
+    Heartbeat,
+    Join,
+    LeaderBeat,
+    ManifestAnswer,
+    Message,
+    Ping,
+    Pong,
+    Training,
+)
+from protocol.packing import canonical
+from protocol.records import (
+    JOIN_REQUEST_PURPOSE,
+    PEER_RECORD_PURPOSE,
+    JoinRequest,
+    Manifest,
+    Member,
+    PeerRecord,
+    Signed,
+    sign_record,
+)
+from protocol.signing import Identity, PeerId
+from swarm.core.agreement import Plan
+from swarm.core.model import Profile
+from swarm.core.planning import Candidate
+from swarm.errors import JoinError, PeerError
+from swarm.peer.control import Control
+from swarm.peer.epoch import Epoch
+from swarm.peer.joining import JOIN_SECONDS, RETRY_SECONDS, find_swarm, join
+from swarm.peer.links import Answer, Links
+from swarm.peer.state import gather_layers, serve_state
+from swarm.peer.status import status_of
+from swarm.ports import (
+    Buffer,
+    Checkpoints,
+    DataSource,
+    Dht,
+    StageExecutor,
+    Storage,
+    Transport,
+)
+
+log = logging.getLogger(__name__)
+
+PUBLISH_SECONDS = 30.0
+MAX_EARLY_MESSAGES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """The adapters of one peer."""
+
+    transport: Transport
+    storage: Storage
+    checkpoints: Checkpoints
+    executor: StageExecutor
+    source: DataSource | None
+    """None where this peer has no data to feed."""
+    start_dht: Callable[[], Awaitable[Dht]]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a peer's owner decides about it."""
+
+    addresses: tuple[str, ...] = ()
+    """Where to look for the swarm; the founder needs none."""
+    device: str = "cpu"
+    host_label: str = ""
+    wait_for_peers: int = 1
+    stages: int = 0
+
+
+class Daemon:
+    """One peer, from its start to its end."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        identity: Identity,
+        boot: int,
+        outside: Outside,
+        settings: Settings,
+    ) -> None:
+        self.me = Member(identity.peer, boot)
+        self.listen = ""
+        self._manifest = manifest
+        self._identity = identity
+        self._outside = outside
+        self._settings = settings
+        self._links = Links(
+            transport=outside.transport,
+            me=identity.peer,
+            run=manifest.run,
+            boot=boot,
+            receiver=self,
+        )
+        self.control = Control(
+            manifest=manifest,
+            identity=identity,
+            boot=boot,
+            storage=outside.storage,
+            links=self._links,
+            on_plan=self._note_plan,
+            wait_for_peers=settings.wait_for_peers,
+            stages=settings.stages,
+        )
+        self._dht: Dht | None = None
+        self._profile: Profile | None = None
+        self._epoch: Epoch | None = None
+        self._phase = "starting"
+        self._samples_before = 0
+        self._plan_noted = trio.Event()
+        self._early: list[tuple[PeerId, Training, Buffer]] = []
+        self._record_sequence = 0
+        self._published = False
+        self._found: list[PeerRecord] = []
+        self._stop = trio.Event()
+
+    # --- life ------------------------------------------------------------------------------
+
+    async def run(self, *, ready: Callable[[str], None]) -> None:
+        """Live until `stop`; call `ready` with the bound address once peers can connect.
+
+        Raises AddressError, ModelError, DataError, DhtError, JoinError for what keeps this peer
+        from taking part."""
+        async with trio.open_nursery() as nursery:
+            self.listen = await nursery.start(self._listen)
+            self._links.know(self.me.peer, (self.listen,))
+            self._dht = await self._outside.start_dht()
+            try:
+                ready(self.listen)
+                nursery.start_soon(self._publish, self._dht)
+                nursery.start_soon(self._take_part)
+                nursery.start_soon(self.control.run_heartbeats, self._heartbeat)
+                nursery.start_soon(self.control.run_leader_beats)
+                await self._stop.wait()
+                await self._links.say_goodbye()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._dht.aclose()
+            nursery.cancel_scope.cancel()
+
+    def stop(self) -> None:
+        """Say Goodbye and end `run`."""
+        self._stop.set()
+
+    async def _listen(self, task_status: trio.TaskStatus[str]) -> None:
+        await self._links.run(started=task_status.started)
+
+    async def _take_part(self) -> None:
+        """Measure, join, then work by one plan after the other."""
+        self._phase = "measuring"
+        self._profile = await self._outside.executor.profile()
+        digest = b""
+        if self._outside.source is not None:
+            digest = await trio.to_thread.run_sync(self._outside.source.digest)
+        self._phase = "joining"
+        await self._join(self._profile, digest)
+        self._phase = "waiting for peers" if self.control.plan.header.epoch == 0 else "standby"
+        while True:
+            await self._work(self._profile)
+
+    async def _work(self, profile: Profile) -> None:
+        """Work by the newest plan until there is a newer one."""
+        plan = self.control.plan
+        self._plan_noted = trio.Event()
+        working = plan.body.stages and not plan.body.ended and not plan.body.halted
+        if working:
+            self._samples_before += self._epoch.samples if self._epoch is not None else 0
+            self._epoch = Epoch(
+                plan=plan,
+                me=self.me,
+                training=self._manifest.training,
+                shape=profile.shape,
+                executor=self._outside.executor,
+                source=self._outside.source,
+                links=self._links,
+                checkpoints=self._outside.checkpoints,
+                on_trouble=self.control.report_trouble,
+            )
+        async with trio.open_nursery() as nursery:
+            if working and self._epoch is not None:
+                nursery.start_soon(self._epoch.run)
+                self._hand_over_early()
+            await self._plan_noted.wait()
+            nursery.cancel_scope.cancel()
+
+    def _note_plan(self, plan: Plan) -> None:
+        self._plan_noted.set()
+
+    # --- joining ---------------------------------------------------------------------------
+
+    async def _join(self, profile: Profile, digest: bytes) -> None:
+        record = sign_record(self._identity, PEER_RECORD_PURPOSE, self._record())
+        request = JoinRequest(
+            run=self._manifest.run,
+            peer=self.me.peer,
+            boot=self.me.boot,
+            epoch=self.control.plan.header.epoch,
+            device=self._settings.device,
+            layers=profile.layers,
+            memory_bytes=profile.memory_bytes,
+            numerics=profile.numerics,
+            data_digest=digest,
+        )
+        signed = sign_record(self._identity, JOIN_REQUEST_PURPOSE, request)
+        if self._manifest.founder == self.me.peer:
+            self.control.join_myself(Candidate(record, request))
+            return
+        await self._join_others(record, signed)
+
+    async def _join_others(self, record: Signed, request: Signed) -> None:
+        faults: list[str] = []
+        with trio.move_on_after(JOIN_SECONDS):
+            while True:
+                known = [each.peer for each in await self._look_up()]
+                first = await find_swarm(self._links, self._settings.addresses, known)
+                if first is None:
+                    faults = [f"{address}  no answer" for address in self._settings.addresses]
+                else:
+                    try:
+                        return await join(self._links, first, record, request)
+                    except PeerError as fault:
+                        faults = [f"{fault.peer}  {fault.reason}"]
+                await trio.sleep(RETRY_SECONDS)
+        raise JoinError(
+            f"cannot join run {self._manifest.run.hex()[:16]}…: nobody took us in "
+            f"within {JOIN_SECONDS:g} s",
+            evidence=tuple(faults),
+            hint="ask a running peer for a fresh invitation with `swarm invite`",
+        )
+
+    # --- discovery -------------------------------------------------------------------------
+
+    def _record(self) -> PeerRecord:
+        self._record_sequence += 1
+        return PeerRecord(
+            run=self._manifest.run,
+            peer=self.me.peer,
+            boot=self.me.boot,
+            addresses=(self.listen,),
+            dht_addresses=self._dht.addresses if self._dht is not None else (),
+            sequence=self._record_sequence,
+            host_label=self._settings.host_label,
+        )
+
+    async def _publish(self, dht: Dht) -> None:
+        while True:
+            self._published = await dht.publish(self._record())
+            if not self._published:
+                log.warning("dht publish failed")
+            await self._look_up()
+            await trio.sleep(PUBLISH_SECONDS)
+
+    async def _look_up(self) -> list[PeerRecord]:
+        """Ask the DHT who is where; remember it for those of whom no address is known."""
+        if self._dht is None:
+            return []
+        found = await self._dht.lookup()
+        self._found = [record for record in found if record.peer != self.me.peer]
+        for record in self._found:
+            if not self._links.address_of(record.peer):
+                self._links.know(record.peer, record.addresses)
+        return self._found
+
+    # --- what arrives (links.Receiver) -----------------------------------------------------
+
+    def check_payload(self, peer: PeerId, message: Message) -> None:
+        """Refuse tensors that no plan asks for, before memory is taken for them."""
+        if not isinstance(message, Training):
+            return
+        epoch = self._epoch
+        if epoch is None or epoch.plan is not self.control.plan:
+            raise RemoteProtocolError(f"{type(message).__name__} before its plan is active here")
+        if epoch.fence.epoch == message.fence.epoch:
+            epoch.check_payload(message)
+
+    async def handle(self, peer: PeerId, boot: int, received: Received, answer: Answer) -> None:
+        """Take in one message (links.Receiver.handle)."""
+        match received.message:
+            case Ping(number=number):
+                self._links.post(peer, Pong(number=number))
+            case Pong() as message:
+                self.control.handle_pong(peer, message)
+            case Heartbeat() as message:
+                self.control.handle_heartbeat(peer, message)
+            case LeaderBeat() as message:
+                self.control.handle_leader_beat(peer, message)
+            case Certified() as message:
+                self.control.handle_certified(peer, message)
+            case GetChain() as message:
+                self.control.handle_get_chain(message, answer)
+            case GetManifest(id=number):
+                answer(ManifestAnswer(id=number, manifest=canonical(self._manifest)), ())
+            case Join() as message:
+                self.control.handle_join(peer, message, answer)
+            case GetState() as message:
+                self._links.start_soon(serve_state, self._outside.checkpoints, message, answer)
+            case Training() as message:
+                self._handle_training(peer, boot, message, received.payload)
+            case other:
+                raise RemoteProtocolError(f"{type(other).__name__} is not expected here")
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """A link has ended (links.Receiver.lost)."""
+        self.control.lost(peer, reason)
+
+    def _handle_training(
+        self, peer: PeerId, boot: int, message: Training, payload: Buffer
+    ) -> None:
+        """Fence: only what was said by the active plan, by a start of a peer that it names."""
+        fence = message.fence
+        if fence.boot != boot:
+            raise RemoteProtocolError(f"fence of boot {fence.boot} on a link of boot {boot}")
+        newest = self.control.plan.header
+        said = (fence.generation, fence.epoch)
+        if said < (newest.generation, newest.epoch):
+            log.warning(
+                "stale peer=%s message=%s epoch=%d", peer, type(message).__name__, fence.epoch
+            )
+            self.control.send_newest(peer)
+        elif said > (newest.generation, newest.epoch):
+            self._keep_early(peer, message, payload)
+            self._links.start_soon(self.control.fetch_chain, peer)
+        elif not self._is_worker(Member(peer, boot)):
+            raise RemoteProtocolError(f"boot {boot} of {peer} has no role in epoch {fence.epoch}")
+        elif isinstance(message, Durable):
+            self.control.handle_durable(peer, message)
+        elif self._epoch is None or self._epoch.plan.header.epoch != fence.epoch:
+            self._keep_early(peer, message, payload)
+        else:
+            self._epoch.handle(peer, message, payload)
+
+    def _is_worker(self, member: Member) -> bool:
+        body = self.control.plan.body
+        return any(member in stage.replicas for stage in body.stages) or any(
+            member == feeder.member for feeder in body.feeders
+        )
+
+    def _keep_early(self, peer: PeerId, message: Training, payload: Buffer) -> None:
+        """Keep a message of a plan that this peer does not work by yet."""
+        if len(self._early) >= MAX_EARLY_MESSAGES:
+            raise RemoteProtocolError(f"{MAX_EARLY_MESSAGES} messages of an unknown plan wait")
+        self._early.append((peer, message, payload))
+
+    def _hand_over_early(self) -> None:
+        early, self._early = self._early, []
+        for peer, message, payload in early:
+            try:
+                self._handle_training(peer, message.fence.boot, message, payload)
+            except RemoteProtocolError as fault:
+                log.warning("early message dropped peer=%s fault=%r", peer, str(fault))
+
+    # --- what others ask -------------------------------------------------------------------
+
+    def _heartbeat(self, rtt_seconds: float, trouble: str) -> Heartbeat:
+        epoch = self._epoch
+        return Heartbeat(
+            epoch=self.control.plan.header.epoch,
+            boot=self.me.boot,
+            state=epoch.state if epoch is not None else self._phase,
+            stage=epoch.role.stage if epoch is not None and epoch.role is not None else -1,
+            version=epoch.version if epoch is not None else 0,
+            loss=epoch.loss if epoch is not None else None,
+            ledger_size=len(self._outside.executor.ledger),
+            queue_length=epoch.queue_length if epoch is not None else 0,
+            samples=self._samples_before + (epoch.samples if epoch is not None else 0),
+            compute_seconds=self._outside.executor.compute_seconds,
+            rtt_seconds=rtt_seconds,
+            traffic=self._links.traffic.snapshot(),
+            trouble=trouble,
+        )
+
+    def status(self) -> dict[str, object]:
+        """Return what `swarm status --json` prints."""
+        return status_of(
+            self.control,
+            self._epoch,
+            own_traffic=self._links.traffic.snapshot(),
+            phase=self._phase,
+            listen=self.listen,
+            dht={
+                "addresses": list(self._dht.addresses) if self._dht is not None else [],
+                "published": self._published,
+                "peers_found": [record.peer for record in self._found],
+            },
+        )
+
+    def addresses(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return where newcomers can reach this peer: HOST:PORT and DHT multiaddresses."""
+        return (self.listen,), self._dht.addresses if self._dht is not None else ()
+
+    async def layers(self) -> tuple[list[Buffer], list[PeerId]]:
+        """Return all layers of the completed version, and who gave each. Raises ExportError."""
+        return await gather_layers(
+            self._links, self._outside.checkpoints, self.control.plan.body
+        )

@@ -1,0 +1,1 @@
+"""Runs: trio tasks that drive the core."""

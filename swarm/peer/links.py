@@ -1,0 +1,472 @@
+"""Connections to other peers: protocol.Connection over a stream, served until it ends.
+
+To every peer there are two connections, control and bulk, opened when there is something to
+say; whoever says something first dials. Both directions use them. The rule: what a peer does
+wrong ends the link and is logged; what we do wrong ends the daemon.
+"""
+
+import heapq
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy
+import trio
+
+from protocol.codec import payload_bytes_of
+from protocol.connection import Connection, Received
+from protocol.errors import RemoteProtocolError
+from protocol.messages import (
+    TABLE,
+    Channel,
+    Goodbye,
+    Message,
+    Reply,
+    Request,
+    Traffic,
+)
+from protocol.records import RunId
+from protocol.signing import PeerId
+from swarm.errors import PeerError, PeerRefused, PeerUnreachable
+from swarm.ports import Buffer, ByteStream, Transport
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 256 * 1024
+SMALL_PAYLOAD_BYTES = 4096
+"""Payloads up to this size are copied behind their header: one write instead of two."""
+REQUEST_SECONDS = 20.0
+HELLO_SECONDS = 5.0
+FRAME_GRACE_SECONDS = 15.0
+MIN_BYTES_PER_SECOND = 64 * 1024
+"""A frame that has begun must end within the grace time plus its size at this rate."""
+GOODBYE_SECONDS = 1.0
+MAX_QUEUED_MESSAGES = 16384
+SMALLEST_PAYLOAD_CAP_BYTES = 8 * 1024 * 1024
+
+
+class Receiver(Protocol):
+    """Who takes in what arrives on the links."""
+
+    def check_payload(self, peer: PeerId, message: Message) -> None:
+        """Raise RemoteProtocolError if `message` may not carry the tensors that it announces.
+        Called before memory is taken for them."""
+        ...
+
+    async def handle(self, peer: PeerId, boot: int, received: Received, reply: "Answer") -> None:
+        """Take in one message; must not wait for the network or for computation.
+
+        Raises RemoteProtocolError if the peer may not say this: it ends the link."""
+        ...
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """A link to `peer` has ended, or could not be opened."""
+        ...
+
+
+Answer = Callable[[Reply, Sequence[Buffer]], None]
+"""Answers the request that has just been received, on the link on which it came."""
+
+
+@dataclass(order=True)
+class _Queued:
+    """A message that waits to be sent; the order is that of the outbox."""
+
+    rank: int
+    number: int
+    message: Message
+    payloads: Sequence[Buffer]
+
+    def __post_init__(self) -> None:
+        assert sum(len(payload) for payload in self.payloads) == payload_bytes_of(self.message)
+
+
+class TrafficCount:
+    """Bytes sent and received, by kind of message."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, int] = {}
+        self._received: dict[str, int] = {}
+
+    def sent(self, message: Message, size: int) -> None:
+        """Count a frame that has been handed to the stream."""
+        name = type(message).__name__
+        self._sent[name] = self._sent.get(name, 0) + size
+
+    def received(self, message: Message, size: int) -> None:
+        """Count a whole frame that has arrived."""
+        name = type(message).__name__
+        self._received[name] = self._received.get(name, 0) + size
+
+    def snapshot(self) -> tuple[Traffic, ...]:
+        """Return the counts so far, sorted by kind."""
+        kinds = sorted(self._sent.keys() | self._received.keys())
+        return tuple(
+            Traffic(kind, self._sent.get(kind, 0), self._received.get(kind, 0)) for kind in kinds
+        )
+
+
+class Link:
+    """One connection to one peer: an outbox in order of rank, a writer and a reader."""
+
+    def __init__(
+        self, stream: ByteStream, connection: Connection, receiver: Receiver, traffic: TrafficCount
+    ) -> None:
+        self.peer = stream.peer
+        self.connection = connection
+        self._stream = stream
+        self._receiver = receiver
+        self._traffic = traffic
+        self._outbox: list[_Queued] = []
+        self._numbers = itertools.count()
+        self._work = trio.Event()
+        self._waiting: dict[int, trio.MemorySendChannel[Received]] = {}
+
+    async def open(self) -> None:
+        """Exchange Hello. Raises PeerRefused or PeerUnreachable."""
+        try:
+            with trio.fail_after(HELLO_SECONDS):
+                if self.connection.channel is not None:
+                    await self._stream.send_all(self.connection.hello())
+                    await self._hear_hello()
+                else:
+                    await self._hear_hello()
+                    await self._stream.send_all(self.connection.hello())
+        except trio.TooSlowError:
+            raise PeerUnreachable(self.peer, f"no Hello within {HELLO_SECONDS:g} s") from None
+        except RemoteProtocolError as fault:
+            await self.refuse(str(fault))
+            raise PeerRefused(self.peer, str(fault)) from fault
+
+    async def _hear_hello(self) -> None:
+        # Byte by byte as far as the frame asks: what follows belongs to the reader.
+        while self.connection.remote_hello is None:
+            wanted = self.connection.missing_bytes
+            data = await self._stream.receive_some(wanted)
+            if not data:
+                raise PeerUnreachable(self.peer, "closed before Hello")
+            for received in self.connection.receive_data(data):
+                if isinstance(received.message, Goodbye):
+                    raise PeerRefused(self.peer, received.message.fault)
+
+    def post(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Queue a message behind all of its rank that wait already."""
+        if len(self._outbox) >= MAX_QUEUED_MESSAGES:
+            raise PeerUnreachable(self.peer, f"{MAX_QUEUED_MESSAGES} messages wait to be sent")
+        rank = TABLE[type(message)].rank
+        heapq.heappush(self._outbox, _Queued(rank, next(self._numbers), message, payloads))
+        self._work.set()
+
+    async def request(self, message: Request) -> Received:
+        """Send a request and return its reply. Raises PeerUnreachable after the deadline."""
+        send, receive = trio.open_memory_channel[Received](1)
+        self._waiting[message.id] = send
+        self.post(message)
+        try:
+            with trio.fail_after(REQUEST_SECONDS):
+                return await receive.receive()
+        except (trio.TooSlowError, trio.EndOfChannel):
+            name = type(message).__name__
+            raise PeerUnreachable(self.peer, f"no answer to {name}") from None
+        finally:
+            self._waiting.pop(message.id, None)
+
+    async def serve(self) -> None:
+        """Read and write until either side ends the link. Raises PeerError for why it ended;
+        returns if the other side said Goodbye."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write)
+                await self._read()
+                nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            theirs, ours = group.split((PeerError, RemoteProtocolError))
+            if ours is not None or theirs is None:
+                raise
+            fault = _only(theirs)
+            if isinstance(fault, RemoteProtocolError):
+                await self.refuse(str(fault))
+                raise PeerRefused(self.peer, str(fault)) from None
+            raise fault from None
+        finally:
+            for channel in self._waiting.values():
+                channel.close()
+            await self._stream.aclose()
+
+    async def refuse(self, fault: str) -> None:
+        """Say Goodbye with the other side's fault, if that is still possible."""
+        with trio.move_on_after(GOODBYE_SECONDS, shield=True):
+            try:
+                await self._stream.send_all(self.connection.refuse(fault))
+            except PeerError:
+                pass  # it is gone: nothing is left to be said
+        await self._stream.aclose()
+
+    async def say_goodbye(self) -> None:
+        """Close on purpose."""
+        await self.refuse("")
+
+    async def _write(self) -> None:
+        while True:
+            while self._outbox:
+                await self._write_one(heapq.heappop(self._outbox))
+            self._work = trio.Event()
+            await self._work.wait()
+
+    async def _write_one(self, queued: _Queued) -> None:
+        head = self.connection.send(queued.message)
+        size = len(head) + sum(len(payload) for payload in queued.payloads)
+        with trio.move_on_after(FRAME_GRACE_SECONDS + size / MIN_BYTES_PER_SECOND) as deadline:
+            if size <= SMALL_PAYLOAD_BYTES:
+                await self._stream.send_all(b"".join((head, *queued.payloads)))
+            else:
+                await self._stream.send_all(head)
+                for payload in queued.payloads:
+                    await self._stream.send_all(payload)
+        if deadline.cancelled_caught:
+            raise PeerUnreachable(self.peer, f"took no {size} bytes in time")
+        self._traffic.sent(queued.message, size)
+
+    async def _read(self) -> None:
+        begun: float | None = None
+        while not self.connection.said_goodbye:
+            data = await self._receive(begun)
+            if not data:
+                self.connection.receive_end()
+                raise PeerUnreachable(self.peer, "closed the connection")
+            for received in self.connection.receive_data(data):
+                begun = None
+                await self._dispatch(received)
+            if self.connection.mid_frame_bytes is None:
+                begun = None
+            elif begun is None:
+                begun = trio.current_time()
+
+    async def _receive(self, begun: float | None) -> bytes:
+        size = self.connection.mid_frame_bytes
+        if begun is None or size is None:
+            return await self._stream.receive_some(RECEIVE_BYTES)
+        deadline = begun + FRAME_GRACE_SECONDS + size / MIN_BYTES_PER_SECOND
+        with trio.move_on_at(deadline):
+            return await self._stream.receive_some(RECEIVE_BYTES)
+        raise RemoteProtocolError(f"a frame of {size} bytes did not arrive in time")
+
+    async def _dispatch(self, received: Received) -> None:
+        message = received.message
+        self._traffic.received(message, payload_bytes_of(message) or 1)
+        if isinstance(message, Goodbye):
+            if message.fault:
+                raise PeerRefused(self.peer, message.fault)
+        elif isinstance(message, Reply):
+            channel = self._waiting.get(message.id)
+            if channel is not None:
+                channel.send_nowait(received)
+        else:
+            assert self.connection.remote_hello is not None
+            boot = self.connection.remote_hello.boot
+            await self._receiver.handle(self.peer, boot, received, self.post)
+
+
+class Links:
+    """All connections of this peer, and the one way to say something to another."""
+
+    def __init__(
+        self, *, transport: Transport, me: PeerId, run: RunId, boot: int, receiver: Receiver
+    ) -> None:
+        self.traffic = TrafficCount()
+        self.me = me
+        self._transport = transport
+        self._run = run
+        self._boot = boot
+        self._receiver = receiver
+        self._addresses: dict[PeerId, tuple[str, ...]] = {}
+        self._open: dict[tuple[PeerId, Channel], list[Link]] = {}
+        self._dialling: dict[tuple[PeerId, Channel], list[tuple[Message, Sequence[Buffer]]]] = {}
+        self._request_ids = itertools.count(1)
+        self._max_payload_bytes = SMALLEST_PAYLOAD_CAP_BYTES
+        self._to_self_send, self._to_self = trio.open_memory_channel[Received](MAX_QUEUED_MESSAGES)
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, started: Callable[[str], None]) -> None:
+        """Listen and serve until cancelled; call `started` with the bound HOST:PORT."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._serve_self)
+            await self._transport.serve(self._accept, started=started)
+
+    def know(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Note where a peer can be reached."""
+        self._addresses[peer] = tuple(addresses)
+
+    def address_of(self, peer: PeerId) -> str:
+        """Return the first known address of a peer, or ""."""
+        return (self._addresses.get(peer) or ("",))[0]
+
+    def allow_payloads(self, max_payload_bytes: int) -> None:
+        """Raise the cap of payloads to what the plan's tensors need."""
+        self._max_payload_bytes = max(max_payload_bytes, SMALLEST_PAYLOAD_CAP_BYTES)
+        for links in self._open.values():
+            for link in links:
+                link.connection.max_payload_bytes = self._max_payload_bytes
+
+    def post(self, peer: PeerId, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Queue a message to a peer (which may be this one), dialling it if need be.
+
+        What cannot be delivered is reported to the receiver's `lost`."""
+        if peer == self.me:
+            payload = _joined(payloads)
+            self._to_self_send.send_nowait(Received(message, payload))
+            return
+        channel: Channel = TABLE[type(message)].channel or "control"
+        key = (peer, channel)
+        if self._open.get(key):
+            try:
+                self._open[key][0].post(message, payloads)
+            except PeerUnreachable as fault:
+                self._receiver.lost(peer, fault.reason)
+        elif key in self._dialling:
+            self._dialling[key].append((message, payloads))
+        else:
+            self._dialling[key] = [(message, payloads)]
+            assert self._nursery is not None
+            self._nursery.start_soon(self._dial_and_serve, peer, channel)
+
+    async def request(self, peer: PeerId, message: Callable[[int], Request]) -> Received:
+        """Send the request that `message` makes from an id; return its reply.
+
+        Raises PeerUnreachable or PeerRefused."""
+        channel: Channel = TABLE[type(message(0))].channel or "control"
+        links = self._open.get((peer, channel))
+        link = links[0] if links else await self._connect(peer, channel)
+        return await link.request(message(next(self._request_ids)))
+
+    async def meet(self, address: str) -> PeerId:
+        """Dial an address without knowing who lives there; return who answered.
+
+        Raises PeerUnreachable or PeerRefused."""
+        link = await self._open_link(address, None, "bulk")
+        self.know(link.peer, (address,))
+        assert self._nursery is not None
+        self._nursery.start_soon(self._serve, link, "bulk")
+        return link.peer
+
+    async def reach(self, peer: PeerId) -> PeerId:
+        """Open a bulk connection to a known peer unless there is one; return the peer.
+
+        Raises PeerUnreachable or PeerRefused."""
+        if not self._open.get((peer, "bulk")):
+            await self._connect(peer, "bulk")
+        return peer
+
+    def start_soon(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Run something that talks to a peer beside the links, until it ends or they do."""
+        assert self._nursery is not None
+        self._nursery.start_soon(function, *args)
+
+    async def say_goodbye(self) -> None:
+        """Close all links on purpose; bounded in time."""
+        async with trio.open_nursery() as nursery:
+            for links in list(self._open.values()):
+                for link in list(links):
+                    nursery.start_soon(link.say_goodbye)
+
+    def connected(self) -> frozenset[PeerId]:
+        """Return the peers with which at least one link is open."""
+        return frozenset(peer for (peer, _), links in self._open.items() if links)
+
+    # --- opening ----------------------------------------------------------------------
+
+    async def _dial_and_serve(self, peer: PeerId, channel: Channel) -> None:
+        try:
+            link = await self._connect(peer, channel, serve=False)
+        except PeerError as fault:
+            self._dialling.pop((peer, channel), None)
+            self._receiver.lost(peer, fault.reason)
+            return
+        await self._serve(link, channel)
+
+    async def _connect(self, peer: PeerId, channel: Channel, *, serve: bool = True) -> Link:
+        faults = ["no address is known"]
+        for address in self._addresses.get(peer, ()):
+            try:
+                link = await self._open_link(address, peer, channel)
+            except PeerError as fault:
+                faults = [*faults[1:], f"{address} {fault.reason}"]
+                continue
+            if serve:
+                assert self._nursery is not None
+                self._nursery.start_soon(self._serve, link, channel)
+            return link
+        raise PeerUnreachable(peer, "; ".join(faults))
+
+    async def _open_link(self, address: str, peer: PeerId | None, channel: Channel) -> Link:
+        stream = await self._transport.dial(address, peer)
+        link = self._link(stream, channel)
+        await link.open()
+        return link
+
+    async def _accept(self, stream: ByteStream) -> None:
+        link = self._link(stream, None)
+        try:
+            await link.open()
+        except PeerError as fault:
+            log.warning("link refused peer=%s fault=%r", link.peer, fault.reason)
+            await stream.aclose()
+            return
+        assert link.connection.channel is not None
+        await self._serve(link, link.connection.channel)
+
+    def _link(self, stream: ByteStream, channel: Channel | None) -> Link:
+        connection = Connection(
+            run=self._run,
+            boot=self._boot,
+            channel=channel,
+            allocate=lambda message: self._allocate(stream.peer, message),
+            max_payload_bytes=self._max_payload_bytes,
+        )
+        return Link(stream, connection, self._receiver, self.traffic)
+
+    def _allocate(self, peer: PeerId, message: Message) -> memoryview:
+        self._receiver.check_payload(peer, message)
+        # numpy, because bytearray would write zeros first.
+        return numpy.empty(payload_bytes_of(message), dtype=numpy.uint8).data
+
+    # --- serving -------------------------------------------------------------------------
+
+    async def _serve(self, link: Link, channel: Channel) -> None:
+        key = (link.peer, channel)
+        self._open.setdefault(key, []).append(link)
+        link.connection.max_payload_bytes = self._max_payload_bytes
+        for message, payloads in self._dialling.pop(key, ()):
+            self._open[key][0].post(message, payloads)
+        reason = "said Goodbye"
+        try:
+            await link.serve()
+        except PeerError as fault:
+            reason = fault.reason
+        finally:
+            self._open[key].remove(link)
+        log.info("link closed peer=%s channel=%s reason=%r", link.peer, channel, reason)
+        self._receiver.lost(link.peer, reason)
+
+    async def _serve_self(self) -> None:
+        async for received in self._to_self:
+            await self._receiver.handle(self.me, self._boot, received, _no_answer)
+
+
+def _no_answer(reply: Reply, payloads: Sequence[Buffer]) -> None:
+    raise AssertionError(f"a peer does not send requests to itself: {type(reply).__name__}")
+
+
+def _joined(payloads: Sequence[Buffer]) -> memoryview:
+    if len(payloads) == 1:
+        return payloads[0]
+    return memoryview(b"".join(payloads))
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first leaf of a group of which one explains the end as well as another."""
+    first = group.exceptions[0]
+    return _only(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,241 @@
+"""One replica's part of a microbatch's life: Forward in, Forward out, Backward back.
+
+The rule: backward goes before forward, and a microbatch is computed only at its own step's
+version. Nothing here waits for the network while there is something to compute.
+"""
+
+import heapq
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Backward, Forward, Microbatch
+from protocol.records import TensorSpec, Training
+from protocol.signing import PeerId
+from swarm.core.model import ModelShape
+from swarm.core.routing import Inflow, Router, credit_window
+from swarm.core.step import Effect, ReplicaState, ReplicaStep, Role, replicas_of
+from swarm.peer.links import Links
+from swarm.ports import Buffer, StageExecutor
+
+log = logging.getLogger(__name__)
+
+BACKWARD_RANK, FORWARD_RANK = 0, 1
+
+
+@dataclass(order=True)
+class _Task:
+    """Something to compute; ordered as it should be computed."""
+
+    step: int
+    rank: int
+    index: int
+    message: Forward | Backward
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Journey:
+    """What a replica remembers of a microbatch between its forward and its backward."""
+
+    path: tuple[PeerId, ...]
+    weight: int
+
+
+class Pipeline:
+    """The microbatches that a replica has in hand in one epoch."""
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        training: Training,
+        shape: ModelShape,
+        executor: StageExecutor,
+        links: Links,
+        step: ReplicaStep,
+        perform: Callable[[Sequence[Effect]], None],
+    ) -> None:
+        self._role = role
+        self._training = training
+        self._executor = executor
+        self._links = links
+        self._step = step
+        self._perform = perform
+        body, stage = role.body, role.stage
+        self._input = shape.input if stage == 0 else body.stages[stage - 1].output
+        self._target = shape.target
+        self._output = body.stages[stage].output
+        self._inflow = Inflow(credit_window(body, stage))
+        self._router: Router | None = None
+        if not role.is_last:
+            self._router = Router(
+                replicas_of(body, stage + 1),
+                body.wiring[stage + 1][role.group.index(role.me.peer)],
+                credit_window(body, stage + 1),
+            )
+        self._tasks: list[_Task] = []
+        self._work = trio.Event()
+        self._journeys: dict[Microbatch, _Journey] = {}
+        self._without_credit: list[tuple[Forward, Sequence[Buffer]]] = []
+        self._sent_to: dict[Microbatch, PeerId] = {}
+        self.samples = 0
+
+    @property
+    def queue_length(self) -> int:
+        """Return how many tasks wait to be computed."""
+        return len(self._tasks)
+
+    def wake(self) -> None:
+        """Look at the queue again: the step has moved on."""
+        self._work.set()
+
+    # --- what arrives -------------------------------------------------------------------
+
+    def check_payload(self, message: Forward | Backward) -> None:
+        """Raise RemoteProtocolError unless the message carries the tensors of this stage."""
+        wanted: tuple[TensorSpec, ...] = ()
+        if not message.nonfinite:
+            forward = isinstance(message, Forward)
+            wanted = (self._input, self._target) if forward else (self._output,)
+        if message.tensors != wanted:
+            raise RemoteProtocolError(
+                f"mb={message.microbatch}: {type(message).__name__} carries "
+                f"{_specs(message.tensors)}, stage {self._role.stage} takes {_specs(wanted)}"
+            )
+
+    def forward(self, sender: PeerId, message: Forward, payload: Buffer) -> None:
+        """Take in a microbatch. Raises RemoteProtocolError if `sender` may not send it now."""
+        mb = message.microbatch
+        self.check_payload(message)
+        self._check_name(mb)
+        stage = self._role.stage
+        sources = (
+            [feeder.member.peer for feeder in self._role.body.feeders]
+            if stage == 0
+            else replicas_of(self._role.body, stage - 1)
+        )
+        if sender not in sources or len(message.path) != stage + 1 or message.path[-1] != sender:
+            raise RemoteProtocolError(f"mb={mb} came by {message.path} from {sender}")
+        if not self._step.version <= mb.step <= self._step.version + 1:
+            raise RemoteProtocolError(f"mb={mb} arrives at version {self._step.version}")
+        self._inflow.take(sender, mb)
+        self._push(_Task(mb.step, FORWARD_RANK, mb.index, message, payload))
+
+    def backward(self, sender: PeerId, message: Backward, payload: Buffer) -> None:
+        """Take in a gradient. Raises RemoteProtocolError if `sender` does not owe it."""
+        mb = message.microbatch
+        self.check_payload(message)
+        if self._sent_to.get(mb) != sender or self._router is None:
+            raise RemoteProtocolError(f"mb={mb}: {sender} owes no gradient of it")
+        del self._sent_to[mb]
+        self._router.give_back(sender, mb.step)
+        self._send_waiting()
+        self._push(_Task(mb.step, BACKWARD_RANK, mb.index, message, payload))
+
+    def _check_name(self, mb: Microbatch) -> None:
+        if mb.index >= self._training.microbatches_per_step or mb.step >= self._training.steps:
+            raise RemoteProtocolError(f"mb={mb} is not in the manifest")
+
+    def _push(self, task: _Task) -> None:
+        heapq.heappush(self._tasks, task)
+        self._work.set()
+
+    # --- what is computed ------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Compute what is in hand, one task after the other, until cancelled."""
+        while True:
+            task = self._next()
+            if task is None:
+                self._work = trio.Event()
+                await self._work.wait()
+            elif isinstance(task.message, Forward):
+                await self._compute_forward(task.message, task.payload)
+            else:
+                await self._compute_backward(task.message, task.payload)
+
+    def _next(self) -> _Task | None:
+        ready = self._step.state is ReplicaState.FILLING and self._tasks
+        if ready and self._tasks[0].step == self._step.version:
+            return heapq.heappop(self._tasks)
+        return None
+
+    async def _compute_forward(self, message: Forward, payload: Buffer) -> None:
+        mb = message.microbatch
+        log.debug("forward mb=%s stage=%d", mb, self._role.stage)
+        self._journeys[mb] = _Journey(message.path, message.weight)
+        inputs, targets = payload[: self._input.nbytes], payload[self._input.nbytes :]
+        if self._role.is_last:
+            if message.nonfinite:
+                await self._executor.flag(mb, message.nonfinite, message.weight)
+                self._answer(mb, message.nonfinite, None)
+            else:
+                turn = await self._executor.turn(mb, inputs, targets, message.weight)
+                self._answer(mb, turn.nonfinite, turn.gradient)
+            return
+        nonfinite, output = message.nonfinite, None
+        if not nonfinite:
+            outcome = await self._executor.forward(mb, inputs)
+            nonfinite, output = outcome.nonfinite, outcome.tensor
+        if nonfinite:
+            await self._executor.flag(mb, nonfinite, message.weight)
+            self._perform(self._step.accounted(self._executor.ledger))
+        onward = Forward(
+            fence=self._role.fence,
+            microbatch=mb,
+            weight=message.weight,
+            path=(*message.path, self._role.me.peer),
+            tensors=() if nonfinite else (self._output, self._target),
+            nonfinite=nonfinite,
+        )
+        self._without_credit.append((onward, () if output is None else (output, targets)))
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send on what has been computed, as far as the next stage grants credit."""
+        assert self._router is not None
+        while self._without_credit:
+            message, payloads = self._without_credit[0]
+            target = self._router.choose(message.microbatch.step)
+            if target is None:
+                return
+            del self._without_credit[0]
+            self._sent_to[message.microbatch] = target
+            self._links.post(target, message, payloads)
+
+    async def _compute_backward(self, message: Backward, payload: Buffer) -> None:
+        mb = message.microbatch
+        log.debug("backward mb=%s stage=%d", mb, self._role.stage)
+        weight = self._journeys[mb].weight
+        if not message.nonfinite:
+            outcome = await self._executor.backward(mb, payload, weight)
+            self._answer(mb, outcome.nonfinite, outcome.tensor)
+            return
+        if mb.index not in self._executor.ledger:
+            await self._executor.flag(mb, message.nonfinite, weight)
+        self._answer(mb, message.nonfinite, None)
+
+    def _answer(self, mb: Microbatch, nonfinite: str, gradient: Buffer | None) -> None:
+        """The microbatch is in the ledger: say so, and send its gradient back."""
+        journey = self._journeys.pop(mb)
+        source = journey.path[-1]
+        self._inflow.release(source, mb)
+        self.samples += self._training.microbatch_size
+        tensors = () if self._role.stage == 0 or gradient is None else (self._input,)
+        backward = Backward(
+            fence=self._role.fence,
+            microbatch=mb,
+            path=journey.path[:-1],
+            tensors=tensors,
+            nonfinite=nonfinite,
+        )
+        self._links.post(source, backward, (gradient,) if tensors and gradient is not None else ())
+        self._perform(self._step.accounted(self._executor.ledger))
+
+
+def _specs(specs: Sequence[TensorSpec]) -> str:
+    return "[" + ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in specs) + "]"

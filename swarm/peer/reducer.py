@@ -1,0 +1,213 @@
+"""Reduce-scatter and gather of one replica's gradients, step by step.
+
+Every replica sends its part of each shard to the shard's owner; the owner adds the parts in
+plan order and sends the sum to everyone who uses the bucket. The rule: accumulators are read,
+never written, so a reduction can be done again.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import GatherShard, ReduceShard
+from protocol.records import TensorSpec, Training
+from protocol.signing import PeerId
+from swarm.core.model import ModelShape
+from swarm.core.reduction import Bucket, buckets, shard_bounds
+from swarm.core.step import Effect, ReplicaStep, Role, replicas_of
+from swarm.peer.links import Links
+from swarm.ports import Buffer, StageExecutor
+
+log = logging.getLogger(__name__)
+
+NO_TENSORS: tuple[TensorSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One owner's range of elements of one bucket."""
+
+    bucket: int
+    number: int
+    owner: PeerId
+    start: int
+    stop: int
+    contributors: tuple[PeerId, ...]
+    """In plan order: the order of summation."""
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements."""
+        return self.stop - self.start
+
+
+class Reducer:
+    """One replica's reductions in one epoch."""
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        training: Training,
+        shape: ModelShape,
+        executor: StageExecutor,
+        links: Links,
+        step: ReplicaStep,
+        perform: Callable[[Sequence[Effect]], None],
+    ) -> None:
+        self._role = role
+        self._me = role.me.peer
+        self._executor = executor
+        self._links = links
+        self._step = step
+        self._perform = perform
+        exact = training.execution.determinism == "exact"
+        self._dtype: str = "int64" if exact else "float32"
+        self._shards = shards_of(role, shape)
+        self._parts: dict[tuple[int, int, int], dict[PeerId, Buffer | None]] = {}
+        self._gathered: set[tuple[int, int]] = set()
+        self._events_send, self._events = trio.open_memory_channel[
+            tuple[PeerId, GatherShard | ReduceShard | None, Buffer]
+        ](4096)
+
+    def begin(self) -> None:
+        """Start reducing the step in hand."""
+        self._events_send.send_nowait((self._me, None, memoryview(b"")))
+
+    # --- what arrives -------------------------------------------------------------------------
+
+    def check_payload(self, message: ReduceShard | GatherShard) -> None:
+        """Raise RemoteProtocolError unless the message carries a shard of this stage."""
+        shard = self._shards.get((message.bucket, message.shard))
+        name = f"{type(message).__name__} {message.bucket}/{message.shard} of step {message.step}"
+        if shard is None:
+            raise RemoteProtocolError(f"{name}: stage {self._role.stage} has no such shard")
+        wanted = TensorSpec(self._dtype, (shard.elements,))  # type: ignore[arg-type]
+        empty = isinstance(message, ReduceShard) and message.tensors == NO_TENSORS
+        if message.tensors != (wanted,) and not empty:
+            raise RemoteProtocolError(f"{name}: carries {message.tensors}, not {wanted}")
+
+    def reduce_shard(self, sender: PeerId, message: ReduceShard, payload: Buffer) -> None:
+        """Take in a part. Raises RemoteProtocolError if `sender` may not contribute it."""
+        self.check_payload(message)
+        shard = self._shards[message.bucket, message.shard]
+        if shard.owner != self._me or sender not in shard.contributors:
+            raise RemoteProtocolError(f"{sender} contributes to a shard of {shard.owner}")
+        if not self._step.version <= message.step <= self._step.version + 1:
+            raise RemoteProtocolError(
+                f"a part of step {message.step} arrives at version {self._step.version}"
+            )
+        self._events_send.send_nowait((sender, message, payload))
+
+    def gather_shard(self, sender: PeerId, message: GatherShard, payload: Buffer) -> None:
+        """Take in an owner's sum. Raises RemoteProtocolError if it is not the owner's."""
+        self.check_payload(message)
+        shard = self._shards[message.bucket, message.shard]
+        if shard.owner != sender or message.step != self._step.version:
+            raise RemoteProtocolError(
+                f"{sender} sends the sum of a shard of {shard.owner}, step {message.step}, "
+                f"at version {self._step.version}"
+            )
+        self._events_send.send_nowait((sender, message, payload))
+
+    # --- what is done ------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Reduce whenever asked to, until cancelled."""
+        async for sender, message, payload in self._events:
+            match message:
+                case None:
+                    await self._contribute()
+                case ReduceShard():
+                    part = payload if message.tensors else None
+                    await self._take_part(sender, message.step, message, part)
+                case GatherShard():
+                    shard = self._shards[message.bucket, message.shard]
+                    await self._executor.gather(shard.bucket, shard.start, shard.stop, payload)
+                    await self._mark(shard)
+
+    async def _contribute(self) -> None:
+        step = self._step.version
+        log.debug("reduction step=%d stage=%d", step, self._role.stage)
+        ledger = self._executor.ledger
+        has_part = len(ledger) > len(ledger.flags)
+        for key in sorted(self._shards):
+            shard = self._shards[key]
+            part: Buffer | None = None
+            if has_part:
+                part = await self._executor.part(shard.bucket, shard.start, shard.stop)
+            message = ReduceShard(
+                fence=self._role.fence,
+                step=step,
+                bucket=shard.bucket,
+                shard=shard.number,
+                stage=self._role.stage,
+                tensors=() if part is None else (self._spec(shard),),
+            )
+            if shard.owner == self._me:
+                await self._take_part(self._me, step, message, part)
+            else:
+                self._links.post(shard.owner, message, () if part is None else (part,))
+
+    async def _take_part(
+        self, sender: PeerId, step: int, message: ReduceShard, part: Buffer | None
+    ) -> None:
+        shard = self._shards[message.bucket, message.shard]
+        parts = self._parts.setdefault((step, shard.bucket, shard.number), {})
+        parts[sender] = part
+        if set(parts) != set(shard.contributors):
+            return
+        del self._parts[step, shard.bucket, shard.number]
+        total = await self._executor.reduce(
+            shard.bucket, shard.start, shard.stop, [parts[peer] for peer in shard.contributors]
+        )
+        gather = GatherShard(
+            fence=self._role.fence,
+            step=step,
+            bucket=shard.bucket,
+            shard=shard.number,
+            tensors=(self._spec(shard),),
+        )
+        for peer in shard.contributors:
+            if peer != self._me:
+                self._links.post(peer, gather, (total,))
+        await self._mark(shard)
+
+    async def _mark(self, shard: Shard) -> None:
+        self._gathered.add((shard.bucket, shard.number))
+        if self._gathered == set(self._shards):
+            self._gathered.clear()
+            norms = await self._executor.square_norms()
+            self._perform(self._step.reduced(norms))
+
+    def _spec(self, shard: Shard) -> TensorSpec:
+        return TensorSpec(self._dtype, (shard.elements,))  # type: ignore[arg-type]
+
+
+def shards_of(role: Role, shape: ModelShape) -> dict[tuple[int, int], Shard]:
+    """Return the non-empty shards of all buckets that this replica's stage uses."""
+    body = role.body
+    found = {}
+    for bucket in buckets(shape, [(stage.first, stage.last) for stage in body.stages]):
+        if role.stage in bucket.stages:
+            for shard in _shards_of_bucket(role, bucket):
+                found[shard.bucket, shard.number] = shard
+    return found
+
+
+def _shards_of_bucket(role: Role, bucket: Bucket) -> list[Shard]:
+    owner_stage = role.body.stages[bucket.stages[0]]
+    contributors = tuple(
+        peer for stage in bucket.stages for peer in replicas_of(role.body, stage)
+    )
+    bounds = shard_bounds(bucket.elements, owner_stage.shares)
+    return [
+        Shard(bucket.index, number, member.peer, start, stop, contributors)
+        for number, (member, (start, stop)) in enumerate(
+            zip(owner_stage.replicas, bounds, strict=True)
+        )
+        if start < stop
+    ]
