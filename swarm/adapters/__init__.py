@@ -1,0 +1,1 @@
+"""Touches the outside: TLS, hivemind, torch, files."""

@@ -1,0 +1,170 @@
+"""The thread in which a stage computes, so that the event loop never waits for it.
+
+The rule: one task at a time, in the order of the calls, and a task that was called is finished:
+a caller that is cancelled meanwhile still gets the result.
+"""
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, cast
+
+import outcome
+import trio
+
+from protocol.messages import Microbatch, Totals
+from protocol.records import Training
+from swarm.adapters.torch_stage import TorchStage
+from swarm.core.ledger import Ledger
+from swarm.core.model import Profile
+from swarm.ports import Buffer, Outcome, StageExecutor, Turn
+
+NICENESS = 10
+"""Added to the thread's: heartbeats are then late by milliseconds only. 19 is worse."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_generator_lock = threading.Lock()
+"""torch's default generator is one per process: two executors must not draw at once."""
+
+
+def make_executor(training: Training, device: str = "cpu") -> StageExecutor:
+    """Return a stage's executor on its own thread. Raises ConfigError, ModelError."""
+    return ThreadedExecutor(TorchStage(training, device))
+
+
+@dataclass(slots=True)
+class _Task:
+    call: Callable[[], Any]
+    token: trio.lowlevel.TrioToken
+    done: trio.Event
+    result: outcome.Outcome[Any] | None = None
+
+
+class ThreadedExecutor:
+    """Runs the methods of a `TorchStage` in one persistent thread (`ports.StageExecutor`).
+
+    Errors of a task are raised in its caller. After `aclose`, calls raise ClosedResourceError.
+    """
+
+    def __init__(self, stage: TorchStage) -> None:
+        self._stage = stage
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._compute_seconds = 0.0
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="stage-executor", daemon=True)
+        self._thread.start()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Return the ledger of the step in hand as it is now: a copy."""
+        return self._stage.ledger_copy()
+
+    @property
+    def compute_seconds(self) -> float:
+        """Return seconds that finished tasks have taken."""
+        return self._compute_seconds
+
+    async def profile(self) -> Profile:
+        """Measure every layer. Raises ModelError."""
+        return await self._call(self._stage.profile)
+
+    async def build(self, stages: Sequence[tuple[int, int]], stage: int) -> bytes:
+        """Hold the layers of a stage; return the root hash (32 bytes)."""
+        return await self._call(self._stage.build, stages, stage)
+
+    async def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
+        """Run the layers."""
+        return await self._call(self._stage.forward, mb, inputs)
+
+    async def backward(self, mb: Microbatch, gradient: Buffer, weight: int) -> Outcome:
+        """Differentiate, accumulate, enter the index into the ledger."""
+        return await self._call(self._stage.backward, mb, gradient, weight)
+
+    async def turn(self, mb: Microbatch, inputs: Buffer, targets: Buffer, weight: int) -> Turn:
+        """Forward, loss and backward of the last stage."""
+        return await self._call(self._stage.turn, mb, inputs, targets, weight)
+
+    async def flag(self, mb: Microbatch, layer: str, weight: int) -> None:
+        """Enter a non-finite microbatch."""
+        await self._call(self._stage.flag, mb, layer, weight)
+
+    async def part(self, bucket: int, start: int, stop: int) -> Buffer:
+        """Return a part of an accumulator."""
+        return await self._call(self._stage.part, bucket, start, stop)
+
+    async def reduce(
+        self, bucket: int, start: int, stop: int, parts: Sequence[Buffer | None]
+    ) -> Buffer:
+        """Sum parts into the reduced gradient."""
+        return await self._call(self._stage.reduce, bucket, start, stop, parts)
+
+    async def gather(self, bucket: int, start: int, stop: int, shard: Buffer) -> None:
+        """Put an owner's sum into the reduced gradient."""
+        await self._call(self._stage.gather, bucket, start, stop, shard)
+
+    async def square_norms(self) -> tuple[float, ...]:
+        """Return the squared norms that this stage counts."""
+        return await self._call(self._stage.square_norms)
+
+    async def commit(self, step: int, totals: Totals) -> None:
+        """Apply or skip the step."""
+        await self._call(self._stage.commit, step, totals)
+
+    async def layer_state(self, layer: int) -> Buffer:
+        """Return a layer's state as safetensors bytes."""
+        return await self._call(self._stage.layer_state, layer)
+
+    async def aclose(self) -> None:
+        """Finish what was called and stop the thread. May be called again."""
+        if not self._closed:
+            last = self._submit(lambda: None)
+            self._closed = True
+            self._tasks.put(None)
+            await _result(last)
+        self._thread.join()
+
+    async def _call(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._closed:
+            raise trio.ClosedResourceError("the executor is closed")
+        return cast(R, await _result(self._submit(lambda: method(*args, **kwargs))))
+
+    def _submit(self, call: Callable[[], Any]) -> _Task:
+        task = _Task(call, trio.lowlevel.current_trio_token(), trio.Event())
+        self._tasks.put(task)
+        return task
+
+    def _work(self) -> None:
+        _lower_priority()
+        while (task := self._tasks.get()) is not None:
+            with _generator_lock:
+                begun = time.perf_counter()
+                task.result = outcome.capture(task.call)
+                self._compute_seconds += time.perf_counter() - begun
+            try:
+                task.token.run_sync_soon(task.done.set)
+            except trio.RunFinishedError:
+                return  # the loop has crashed: nobody waits
+            del task
+
+
+async def _result(task: _Task) -> Any:
+    with trio.CancelScope(shield=True):
+        await task.done.wait()
+    assert task.result is not None
+    return task.result.unwrap()
+
+
+def _lower_priority() -> None:
+    if sys.platform != "linux":
+        return  # a thread has a priority of its own on Linux only
+    thread = threading.get_native_id()
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+    except OSError:
+        return  # a sandbox may forbid it; then it computes at normal priority

@@ -1,0 +1,259 @@
+"""One stage of a model: forward, backward, accumulate, reduce, update; in the calling thread.
+
+The rule: whatever can refuse a microbatch is looked at before the accumulator is touched, and a
+gradient and its index enter accumulator and ledger in one call.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from protocol.messages import Microbatch, Totals
+from protocol.records import Training
+from swarm.adapters.torch_batches import batch_specs, decode, decode_batch, encode, load_loss
+from swarm.adapters.torch_layers import Pass, StageLayers
+from swarm.adapters.torch_numerics import Settings
+from swarm.adapters.torch_profile import Survey, survey
+from swarm.adapters.torch_slicing import SlicedModel, load_model
+from swarm.core.ledger import DoubleCount, Ledger
+from swarm.core.model import ModelShape, Profile
+from swarm.ports import Buffer, Outcome, Turn
+
+
+class TorchStage:
+    """What `ports.StageExecutor` says, without its thread: every call is one of its tasks.
+
+    All raise ValueError for bytes, indices or steps that do not fit, without changing anything.
+    """
+
+    def __init__(self, training: Training, device: str = "cpu", threads: int | None = None) -> None:
+        execution = training.execution
+        self._training = training
+        self._settings = Settings(
+            torch.device(device),
+            threads if threads is not None else execution.threads,
+            execution.determinism == "exact",
+            execution.recompute,
+            training.seed,
+        )
+        self._input, self._target = batch_specs(training)
+        self._loss = load_loss(training.loss)
+        self._model: SlicedModel | None = None
+        self._survey: Survey | None = None
+        self._held: StageLayers | None = None
+        self._passes: dict[Microbatch, Pass] = {}
+        self._ledger_lock = threading.Lock()
+        self.ledger = Ledger(training.microbatches_per_step)
+        self.version = 0
+
+    # --- before training ----------------------------------------------------------------------
+
+    def layer_names(self) -> tuple[str, ...]:
+        """Return the names of the model's layers. Raises ModelError."""
+        self._settings.apply()
+        return self._load().names
+
+    @property
+    def shape(self) -> ModelShape:
+        """Return the shape of the whole model, once `profile` or `build` has found it."""
+        if self._survey is None:
+            raise ValueError("the model has not been surveyed")
+        return self._survey.shape
+
+    def profile(self) -> Profile:
+        """Measure every layer. Raises ModelError."""
+        self._settings.apply()
+        self._survey = survey(self._load(), self._training, self._settings, timed=True)
+        found = self._survey
+        return Profile(found.shape, found.layers, found.numerics, _memory_bytes(self._settings))
+
+    def build(self, stages: Sequence[tuple[int, int]], stage: int) -> bytes:
+        """Hold the layers [first, last) of `stages[stage]` with initial weights, version 0."""
+        self._settings.apply()
+        model = self._load()
+        if self._survey is None:
+            self._survey = survey(model, self._training, self._settings, timed=False)
+        first, last = stages[stage]
+        if not 0 <= first < last <= len(model.names):
+            raise ValueError(f"no layers [{first}, {last}) in a model of {len(model.names)}")
+        layers = [model.layer(number, self._settings.device) for number in range(first, last)]
+        model.release()
+        held = StageLayers(self._training, self._settings, self._survey, layers, stages, stage)
+        self._held = held
+        self.version = 0
+        self._empty()
+        return held.root_hash()
+
+    # --- microbatches ---------------------------------------------------------------------------
+
+    def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
+        """Run the layers on the bytes of their input; keep what `backward` needs.
+
+        Where numbers go non-finite nothing is kept, and the ledger is left to `flag`.
+        """
+        held = self._begin(mb)
+        passed = held.run(mb, self._decode_input(held, inputs))
+        if layer := passed.record.first_bad():
+            return Outcome(None, layer)
+        self._passes[mb] = passed
+        return Outcome(encode(passed.output))
+
+    def backward(self, mb: Microbatch, gradient: Buffer, weight: int) -> Outcome:
+        """Take the gradient of the output; accumulate; return the gradient of the input.
+
+        Where numbers go non-finite or too large nothing is accumulated, and the ledger gets the
+        index with the flag. Raises DoubleCount if the ledger has the index.
+        """
+        held = self._begin(mb)
+        if mb not in self._passes:
+            raise ValueError(f"no forward of {mb} is waiting for its backward")
+        cotangent = decode(gradient, self.shape.layers[held.last - 1].output, self._settings.device)
+        self._refuse_double(mb)
+        passed = self._passes.pop(mb)
+        return Outcome(*self._account(held, mb, passed, passed.output, cotangent, weight, 0.0))
+
+    def turn(self, mb: Microbatch, inputs: Buffer, targets: Buffer, weight: int) -> Turn:
+        """Last stage: forward, loss, backward, accumulate.
+
+        Non-finite numbers as in `backward`; a bad loss is put down to "loss". Raises DoubleCount.
+        """
+        held = self._begin(mb)
+        hidden = self._decode_input(held, inputs)
+        target = decode_batch(targets, self._target, self._settings.device, ignorable=True)
+        self._refuse_double(mb)
+        passed = held.run(mb, hidden)
+        layer = passed.record.first_bad()
+        if not layer:
+            loss = self._loss(passed.output, target)
+            passed.record.see(0, "loss", loss)
+            layer = passed.record.first_bad()
+        if layer:
+            self._enter(mb, weight, nonfinite=layer)
+            return Turn(None, layer)
+        loss_sum = float(loss.item())
+        return Turn(*self._account(held, mb, passed, loss, None, weight, loss_sum))
+
+    def flag(self, mb: Microbatch, layer: str, weight: int) -> None:
+        """Enter a non-finite microbatch, adding nothing. Raises DoubleCount."""
+        self._begin(mb)
+        self._refuse_double(mb)
+        self._passes.pop(mb, None)
+        self._enter(mb, weight, nonfinite=layer)
+
+    # --- the end of a step ------------------------------------------------------------------------
+
+    def part(self, bucket: int, start: int, stop: int) -> Buffer:
+        """Return elements [start, stop) of an accumulator (a view, valid until `commit`)."""
+        return self._built().gradients.part(bucket, start, stop)
+
+    def reduce(self, bucket: int, start: int, stop: int, parts: Sequence[Buffer | None]) -> Buffer:
+        """Sum parts in order into the reduced gradient; return the sum (a view, valid until the
+        next reduction)."""
+        return self._built().gradients.reduce(bucket, start, stop, parts)
+
+    def gather(self, bucket: int, start: int, stop: int, shard: Buffer) -> None:
+        """Put an owner's sum into the reduced gradient."""
+        self._built().gradients.gather(bucket, start, stop, shard)
+
+    def square_norms(self) -> tuple[float, ...]:
+        """Return the squared norm of each reduced tensor that this stage counts, by bucket.
+
+        Raises RuntimeError if the reduced gradient is not whole."""
+        self._settings.apply()
+        return self._built().gradients.square_norms()
+
+    def commit(self, step: int, totals: Totals) -> None:
+        """Apply or skip the step; a verdict of halt changes nothing.
+
+        Raises ValueError for another step than the one in hand, RuntimeError if the step is to
+        be applied and the reduced gradient is not whole."""
+        self._settings.apply()
+        held = self._built()
+        if step != self.version:
+            raise ValueError(f"commit of step {step} at version {self.version}")
+        if totals.verdict == "halt":
+            return
+        if totals.verdict == "apply":
+            held.update(step, totals)
+        self._empty()
+        self.version = step + 1
+
+    def layer_state(self, layer: int) -> Buffer:
+        """Return a held layer's state as safetensors bytes, under the model's own names."""
+        return memoryview(self._built().state(layer))
+
+    def ledger_copy(self) -> Ledger:
+        """Return the ledger as it is now; may be called from any thread."""
+        with self._ledger_lock:
+            return self.ledger.copy()
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _load(self) -> SlicedModel:
+        if self._model is None:
+            self._model = load_model(self._training)
+        return self._model
+
+    def _built(self) -> StageLayers:
+        if self._held is None:
+            raise ValueError("no stage has been built")
+        return self._held
+
+    def _begin(self, mb: Microbatch) -> StageLayers:
+        self._settings.apply()
+        if mb.step != self.version:
+            raise ValueError(f"microbatch {mb} at version {self.version}")
+        if not mb.index < self._training.microbatches_per_step:
+            raise ValueError(f"microbatch {mb} of {self._training.microbatches_per_step}")
+        return self._built()
+
+    def _decode_input(self, held: StageLayers, data: Buffer) -> Tensor:
+        if held.first == 0:
+            return decode_batch(data, self._input, self._settings.device)
+        below = self.shape.layers[held.first - 1].output
+        return decode(data, below, self._settings.device).requires_grad_()
+
+    def _account(
+        self,
+        held: StageLayers,
+        mb: Microbatch,
+        passed: Pass,
+        root: Tensor,
+        cotangent: Tensor | None,
+        weight: int,
+        loss_sum: float,
+    ) -> tuple[Buffer | None, str]:
+        """Differentiate; accumulate and enter, or enter a flag; return gradient and flag."""
+        found = held.differentiate(passed, root, cotangent)
+        if found.bad_layer:
+            self._enter(mb, weight, nonfinite=found.bad_layer)
+            return None, found.bad_layer
+        held.gradients.accumulate(found.additions)
+        self._enter(mb, weight, loss_sum=loss_sum)
+        gradient = found.input_gradient
+        return (None if gradient is None else encode(gradient)), ""
+
+    def _refuse_double(self, mb: Microbatch) -> None:
+        if mb.index in self.ledger:
+            raise DoubleCount(f"index {mb.index} is in the ledger already")
+
+    def _enter(
+        self, mb: Microbatch, weight: int, *, loss_sum: float = 0.0, nonfinite: str = ""
+    ) -> None:
+        with self._ledger_lock:
+            self.ledger.add(mb.index, weight, loss_sum=loss_sum, nonfinite=nonfinite)
+
+    def _empty(self) -> None:
+        self._passes.clear()
+        self._built().gradients.clear()
+        with self._ledger_lock:
+            self.ledger.clear()
+
+
+def _memory_bytes(settings: Settings) -> int:
+    if settings.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(settings.device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,284 @@
+"""The command line: arguments, error text, exit codes (docs/cli.md)."""
+
+import argparse
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import trio
+
+from swarm import __version__
+from swarm.adapters.control_socket import call
+from swarm.adapters.disk import Home
+from swarm.config import PeerSettings, read_training, settings_of
+from swarm.errors import HomeError, JoinError, NotRunning, SwarmError
+from swarm.local import LocalOptions, run_local
+from swarm.node import (
+    Overrides,
+    create_home,
+    invitation_of,
+    join_home,
+    parse_invitation,
+    run_node,
+)
+
+INTERRUPTED, BUG = 130, 70
+DEFAULT_LISTEN = "127.0.0.1:31337"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseExceptionGroup as group:
+        return _report_group(group)
+    except SwarmError as error:
+        return _report(error)
+
+
+def _report(error: SwarmError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _report_group(group: BaseExceptionGroup[BaseException]) -> int:
+    """Tell a person's mistake in a sentence, and our own with everything that helps."""
+    theirs, ours = group.split((SwarmError, KeyboardInterrupt))
+    if ours is None and theirs is not None:
+        leaf: BaseException = theirs
+        while isinstance(leaf, BaseExceptionGroup):
+            leaf = leaf.exceptions[0]
+        return _report(leaf) if isinstance(leaf, SwarmError) else INTERRUPTED
+    traceback.print_exception(group)
+    print("error: this is a defect of swarm; please report the lines above", file=sys.stderr)
+    return BUG
+
+
+# --- commands ---------------------------------------------------------------------------
+
+
+def _create(options: argparse.Namespace) -> int:
+    training = read_training(options.manifest)
+    settings = settings_of(
+        {
+            "listen": options.listen,
+            "wait_for_peers": options.peers,
+            "stages": options.stages,
+            "data_dir": str(options.data_dir.resolve()),
+        },
+        "command line",
+    )
+    manifest = create_home(options.home, training, settings)
+    with Home.open(options.home) as home:
+        print(invitation_of(home, (settings.listen,)).encode())
+    print(
+        f"run {manifest.run.hex()} is made; start it with `swarm run --home {options.home}`",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    overrides = Overrides(
+        listen=options.listen,
+        device=options.device,
+        data_dir=str(options.data_dir.resolve()) if options.data_dir else None,
+        threads=options.threads,
+        host_label=options.host_label,
+    )
+    if options.join is not None:
+        _prepare_join(options.home, options.join, overrides)
+    with Home.open(options.home) as home:
+        trio.run(_run_home, home, overrides, options.with_parent)
+    return 0
+
+
+async def _run_home(home: Home, overrides: Overrides, with_parent: bool) -> None:
+    def ready(address: str) -> None:
+        print(f"ready {address}", flush=True)
+
+    await run_node(home, overrides, with_parent=with_parent, ready=ready)
+
+
+def _prepare_join(folder: Path, text: str, overrides: Overrides) -> None:
+    """Make the home of a newcomer, unless it is one of this run already."""
+    invitation = parse_invitation(text)
+    if not Home.exists(folder):
+        join_home(folder, invitation, overrides.apply(PeerSettings()))
+        return
+    with Home.open(folder) as home:
+        if home.run_id() != invitation.run:
+            raise HomeError(
+                f"{folder} is the home of another run",
+                evidence=(
+                    f"home: {home.run_id().hex()}",
+                    f"invitation: {invitation.run.hex()}",
+                ),
+                hint="choose another folder with --home",
+            )
+        if home.swarm_key() != invitation.swarm_key:
+            raise JoinError(
+                "the invitation has another swarm key than the home",
+                hint="ask a running peer for a fresh invitation with `swarm invite`",
+            )
+
+
+def _invite(options: argparse.Namespace) -> int:
+    try:
+        print(call(options.home, "invite")["invitation"])
+    except NotRunning as error:
+        if not Home.exists(options.home):
+            raise
+        with Home.open(options.home) as home:
+            listen = home.settings().listen
+            if listen.endswith(":0"):
+                raise error from None
+            print(invitation_of(home, (listen,)).encode())
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    status = call(options.home, "status")
+    if options.json:
+        print(json.dumps(status, indent=2))
+    else:
+        # Imported here: the table's library is not needed by daemons.
+        from swarm.show import print_status
+
+        print_status(status)
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    call(options.home, "stop")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    result = call(options.home, "export", path=str(options.out.resolve()))
+    print(f"{result['sha256']}  {options.out}")
+    return 0
+
+
+def _local(options: argparse.Namespace) -> int:
+    return run_local(
+        LocalOptions(
+            training=read_training(options.manifest),
+            peers=options.peers,
+            stages=options.stages,
+            home=options.home,
+            data_dir=options.data_dir.resolve(),
+            out=options.out,
+        )
+    )
+
+
+def _reference(options: argparse.Namespace) -> int:
+    # Imported here: torch takes seconds, and other commands do not need it.
+    from swarm.show import run_reference_command
+
+    return run_reference_command(
+        read_training(options.manifest), options.data_dir.resolve(), options.device, options.out
+    )
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="swarm", description="Train one PyTorch model together, on machines that nobody owns."
+    )
+    parser.add_argument("--version", action="version", version=f"swarm {__version__}")
+    parser.add_argument(
+        "--log-level", default="warning", choices=["debug", "info", "warning", "error"]
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    create = _command(commands, "create", _create, "make a new run and print its invitation")
+    _manifest(create)
+    _home(create)
+    create.add_argument("--peers", type=int, default=1, help="peers that the first plan waits for")
+    create.add_argument("--stages", type=int, default=0, help="stages; 0 chooses by measured time")
+    create.add_argument("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT")
+    _data_dir(create, Path())
+
+    run = _command(commands, "run", _run, "run the daemon of a home until it is stopped")
+    _home(run)
+    run.add_argument("--join", metavar="INVITATION", help="make the home by joining a swarm")
+    run.add_argument("--listen", metavar="HOST:PORT", help="where to listen; default loopback")
+    run.add_argument("--device", metavar="cpu|cuda:N")
+    run.add_argument("--threads", type=int, help="computing threads (default: the manifest's)")
+    run.add_argument("--host-label", help="peers with one label are expected to fail together")
+    _data_dir(run, None)
+    run.add_argument(
+        "--with-parent", action="store_true", help="stop when standard input is closed"
+    )
+
+    _home(_command(commands, "invite", _invite, "print an invitation"))
+    status = _command(commands, "status", _status, "show the swarm as this peer knows it")
+    _home(status)
+    status.add_argument("--json", action="store_true")
+    _home(_command(commands, "stop", _stop, "let the daemon of a home leave"))
+    export = _command(commands, "export", _export, "write the trained weights")
+    export.add_argument("out", type=Path, metavar="OUT.safetensors")
+    _home(export)
+
+    local = _command(commands, "local", _local, "run a whole swarm on this machine")
+    _manifest(local)
+    local.add_argument("--peers", type=int, default=2)
+    local.add_argument("--stages", type=int, default=0)
+    local.add_argument("--home", type=Path, help="keep the peers' homes in this folder")
+    local.add_argument("--out", type=Path, help="write the trained weights to this file")
+    _data_dir(local, Path())
+
+    reference = _command(commands, "reference", _reference, "train in one process, print the hash")
+    _manifest(reference)
+    reference.add_argument("--device", default="cpu", metavar="cpu|cuda:N")
+    reference.add_argument("--out", type=Path, help="write the trained weights to this file")
+    _data_dir(reference, Path())
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    function: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _manifest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("manifest", type=Path, metavar="RUN.toml")
+
+
+def _home(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--home", type=Path, required=True, metavar="DIR")
+
+
+def _data_dir(parser: argparse.ArgumentParser, default: Path | None) -> None:
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=default,
+        help="where relative paths of the manifest's [data] start",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Small real models and data for the demo and the tests."""

@@ -1,0 +1,137 @@
+"""What a person sees: progress, status tables, the reference's progress and hash."""
+
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from protocol.records import Training
+
+LINES_WITHOUT_TERMINAL = 10
+
+
+class Progress:
+    """A progress bar on standard error; some plain lines where that is no terminal."""
+
+    def __init__(self, training: Training) -> None:
+        self._steps = training.steps
+        self._console = Console(stderr=True)
+        self._bar: Bar | None = None
+        self._printed = ""
+        if self._console.is_terminal:
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed}/{task.total} steps"),
+                TimeElapsedColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(training.name, total=training.steps)
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, status: dict[str, Any]) -> None:
+        """Show the state of the swarm (daemon.status)."""
+        peers = f"{len(status['members'])} peers"
+        if status["phase"] not in ("training", "ended"):
+            text = f"{status['phase']}, {peers}"
+        else:
+            loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
+            text = f"loss {loss}  {status['samples_per_second']:.1f} samples/s  {peers}"
+        self.show(int(status["version"]), text)
+
+    def show(self, version: int, text: str) -> None:
+        """Show that `version` steps are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=version, description=text)
+            return
+        every = max(1, self._steps // LINES_WITHOUT_TERMINAL)
+        key = f"{version // every} {text if version == 0 else ''}"
+        if key != self._printed:
+            self._printed = key
+            print(f"step {version}/{self._steps}  {text}", file=sys.stderr, flush=True)
+
+
+def print_status(status: dict[str, Any]) -> None:
+    """Print `swarm status` for a person."""
+    console = Console()
+    loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
+    console.print(
+        f"run {status['run'][:16]}… {status['name']}: {status['phase']}, "
+        f"step {status['version']}/{status['steps']}, loss {loss}, "
+        f"{status['samples_per_second']:.1f} samples/s"
+    )
+    console.print(
+        f"epoch {status['epoch']}, leader {status['leader']}, {len(status['members'])} members"
+    )
+    for line in (status["trouble"], status["council_note"], status["plan_reason"]):
+        if line:
+            console.print(f"  {line}", markup=False)
+    table = Table("stage", "layers", "peer", "state", "version", "queue", "silent", "rtt")
+    members = {member["peer"]: member for member in status["members"]}
+    for stage in status["stages"]:
+        for replica in stage["replicas"]:
+            member = members.get(replica["peer"], {})
+            table.add_row(
+                str(stage["stage"]),
+                f"{stage['first_layer']}-{stage['last_layer']}",
+                replica["peer"],
+                replica["state"],
+                str(replica["version"]),
+                str(member.get("queue_length", "-")),
+                f"{member.get('silent_seconds', 0):.1f} s",
+                f"{1000 * member.get('rtt_seconds', 0):.1f} ms",
+            )
+    console.print(table)
+
+
+def run_reference_command(
+    training: Training, data_dir: Path, device: str, out: Path | None
+) -> int:
+    """Train in this one process, print the SHA-256 of the exported weights."""
+    from swarm.adapters.datasets import open_source
+    from swarm.adapters.durable import write_file_durably
+    from swarm.adapters.reference import run_reference
+    from swarm.adapters.weights import weights_hash
+    from swarm.core.dataorder import sample_ids
+
+    source = open_source(training, data_dir)
+    samples = len(source)
+
+    def ids(step: int, index: int) -> tuple[int, ...]:
+        return sample_ids(
+            training.seed,
+            step,
+            index,
+            microbatches=training.microbatches_per_step,
+            microbatch_size=training.microbatch_size,
+            samples=samples,
+        )
+
+    with Progress(training) as progress:
+
+        def show(step: int, loss: float | None) -> None:
+            progress.show(step, "loss -" if loss is None else f"loss {loss:.4f}")
+
+        exported = run_reference(training, source, ids, show, device)
+    if out is not None:
+        write_file_durably(out, exported)
+    print(f"{weights_hash(exported)}  {out if out is not None else 'reference'}")
+    return 0
