@@ -44,10 +44,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode_prefix(
-    prefix: bytes | bytearray | memoryview, channel: Channel, max_payload_bytes: int
+    prefix: bytes | bytearray | memoryview, channel: Channel | None, max_payload_bytes: int
 ) -> FramePrefix:
     """Check a frame's prefix (16 bytes) against the limits of its type and connection.
 
+    `channel` is None while it is not known, which is before Hello.
     Raises RemoteProtocolError if the type is unknown, travels on the other connection, or
     announces more bytes than it may have.
     """
@@ -57,7 +58,7 @@ def decode_prefix(
         raise RemoteProtocolError(f"unknown message type {number}")
     kind = TABLE[message]
     name = message.__name__
-    if kind.channel not in (None, channel):
+    if channel is not None and kind.channel not in (None, channel):
         raise RemoteProtocolError(f"{name} on the {channel} connection")
     if header_bytes > kind.header_cap_bytes:
         raise RemoteProtocolError(

@@ -15,6 +15,8 @@ from protocol.records import RunId
 
 PROTOCOL_VERSION = 1
 MAX_OPEN_REQUESTS = 64
+MAX_FAULT_CHARS = 1024
+"""Of a Goodbye: at four bytes each they fit under its cap."""
 
 Allocate = Callable[[Message], memoryview]
 """Given a message whose payload is about to arrive, return memory of exactly that many bytes
@@ -26,6 +28,8 @@ class Received(NamedTuple):
 
     message: Message
     payload: memoryview
+    frame_bytes: int = 0
+    """Size of the whole frame on the wire; 0 if it was never there."""
 
 
 NO_PAYLOAD = memoryview(bytearray())
@@ -80,7 +84,7 @@ class Connection:
         if self._ours_closed:
             raise LocalProtocolError("Goodbye said twice")
         self._ours_closed = True
-        return encode(Goodbye(fault=fault[:4096]))
+        return encode(Goodbye(fault=fault[:MAX_FAULT_CHARS]))
 
     def send(self, message: Message) -> bytes:
         """Return prefix and header of `message`; the caller sends its tensors' bytes after it.
@@ -167,8 +171,7 @@ class Connection:
         return view[count:]
 
     def _begin_header(self) -> None:
-        # Before the channel is known only Hello can come, which is legal on both.
-        self._prefix = decode_prefix(self._head, self.channel or "control", self.max_payload_bytes)
+        self._prefix = decode_prefix(self._head, self.channel, self.max_payload_bytes)
         self._head = bytearray()
         if self._theirs_closed:
             raise RemoteProtocolError(f"{self._prefix.kind.__name__} after Goodbye")
@@ -176,7 +179,9 @@ class Connection:
         if (self._prefix.kind is Hello or self.remote_hello is None) and (
             self._prefix.kind not in expected
         ):
-            raise RemoteProtocolError(f"{self._prefix.kind.__name__} where Hello has its only place")
+            raise RemoteProtocolError(
+                f"{self._prefix.kind.__name__} where Hello has its only place"
+            )
 
     def _begin_payload(self, prefix: FramePrefix) -> None:
         message = decode_header(prefix, self._head)
@@ -193,8 +198,9 @@ class Connection:
                 )
 
     def _end_frame(self) -> Received:
-        assert self._message is not None
-        received = Received(self._message, self._payload)
+        assert self._message is not None and self._prefix is not None
+        size = PREFIX_BYTES + self._prefix.header_bytes + self._prefix.payload_bytes
+        received = Received(self._message, self._payload, size)
         self._prefix = self._message = None
         self._payload = NO_PAYLOAD
         return received

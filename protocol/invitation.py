@@ -6,21 +6,17 @@ them protects tells nothing about another.
 
 import base64
 import binascii
-from typing import Annotated
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from msgspec import Meta
 
 from protocol.errors import RemoteProtocolError
 from protocol.packing import canonical
-from protocol.records import Hash, Name, Record, RunId, decode_record, sha256
+from protocol.records import Addresses, Hash, Record, RunId, decode_record, sha256
 
 MAX_INVITATION_CHARS = 16384
 _PREFIX = "swarm1-"
 _CHECKSUM_BYTES = 4
-
-Addresses = Annotated[tuple[Name, ...], Meta(max_length=64)]
 
 
 class Invitation(Record, frozen=True):
@@ -77,7 +73,7 @@ def dht_key(swarm_key: bytes, run: RunId) -> bytes:
 
 
 def rendezvous(swarm_key: bytes, run: RunId) -> bytes:
-    """Return the place (32 bytes) in the DHT where records of `run` are; outsiders cannot guess it."""
+    """Return the DHT key (32 bytes) of the records of `run`, which outsiders cannot guess."""
     return _derive(swarm_key, b"dht-rendezvous\0" + run)
 
 

@@ -10,11 +10,14 @@ from typing import Annotated, Literal, NamedTuple
 from msgspec import Meta, Struct
 
 from protocol.records import (
+    Addresses,
     CertifiedPlan,
     Count,
     Generation,
     Hash,
+    Label,
     Positive,
+    Seconds,
     Signed,
     TensorSpec,
     Text,
@@ -24,9 +27,20 @@ from protocol.signing import PeerId
 Index = Annotated[int, Meta(ge=0, lt=65536)]
 RequestId = Annotated[int, Meta(ge=0, le=2**53)]
 Channel = Literal["control", "bulk"]
+Stage = Annotated[int, Meta(ge=-1, le=65536)]
+"""-1 without a stage."""
+Weight = Annotated[int, Meta(ge=0, le=2**32)]
+"""Of one microbatch; the largest step's sum is still a Count."""
+Bitmap = Annotated[bytes, Meta(max_length=8192)]
+Finite = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.7976931348623157e308)]
+"""Neither an infinity nor NaN."""
 
 
-class Microbatch(Struct, frozen=True, order=True):
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what messages are made of."""
+
+
+class Microbatch(Part, frozen=True, order=True):
     """The unit that travels through the stages; its name everywhere."""
 
     step: Count
@@ -36,7 +50,7 @@ class Microbatch(Struct, frozen=True, order=True):
         return f"{self.step}/{self.index}"
 
 
-class Fence(Struct, frozen=True):
+class Fence(Part, frozen=True):
     """Which plan the sender worked by, and which start of the sender it was."""
 
     generation: Generation
@@ -44,11 +58,16 @@ class Fence(Struct, frozen=True):
     boot: Positive
 
 
-class Flag(Struct, frozen=True, order=True):
+class Flag(Part, frozen=True, order=True):
     """A microbatch whose numbers stopped being finite, and the layer that noticed."""
 
     index: Index
-    layer: Annotated[str, Meta(max_length=200)]
+    layer: Label
+
+
+MAX_FLAGS = 64
+Flags = Annotated[tuple[Flag, ...], Meta(max_length=MAX_FLAGS)]
+"""The first ones: that there is one decides, the others are for people."""
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -127,9 +146,9 @@ class JoinAnswer(Reply, frozen=True, kw_only=True):
     """Whether the leader took the request; `refusal` says why not."""
 
     refusal: Text
-    leader: str
-    leader_address: str
-    dht_addresses: tuple[str, ...] = ()
+    leader: PeerId
+    leader_address: Label
+    dht_addresses: Addresses = ()
 
 
 class Certified(Message, frozen=True, kw_only=True):
@@ -153,12 +172,17 @@ class ChainAnswer(Reply, frozen=True, kw_only=True):
 # --- membership and status -----------------------------------------------------------------
 
 
-class Traffic(Struct, frozen=True):
+class Traffic(Part, frozen=True):
     """Bytes that a peer has sent and received of one kind of message."""
 
-    kind: str
+    kind: Annotated[str, Meta(max_length=32)]
     sent_bytes: Count
     received_bytes: Count
+
+
+MAX_KINDS = 64
+State = Annotated[str, Meta(max_length=32)]
+Traffics = Annotated[tuple[Traffic, ...], Meta(max_length=MAX_KINDS)]
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -166,39 +190,38 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     epoch: Count
     boot: Positive
-    state: str
-    stage: int
-    """-1 without a stage."""
+    state: State
+    stage: Stage
     version: Count
-    loss: float | None
+    loss: Finite | None
     """Mean loss of the last step that this member committed."""
     ledger_size: Count
     queue_length: Count
     samples: Count
     """Samples computed since the start of this boot."""
-    compute_seconds: float
-    rtt_seconds: float
-    traffic: tuple[Traffic, ...]
+    compute_seconds: Seconds
+    rtt_seconds: Seconds
+    traffic: Traffics
     suspects: tuple[PeerId, ...] = ()
     trouble: Text = ""
     """Why this member cannot go on with training; empty while it can."""
 
 
-class MemberView(Struct, frozen=True):
+class MemberView(Part, frozen=True):
     """One member as the leader sees it."""
 
     peer: PeerId
     boot: Positive
-    address: str
-    state: str
-    stage: int
+    address: Label
+    state: State
+    stage: Stage
     version: Count
     ledger_size: Count
     queue_length: Count
-    silent_seconds: float
-    rtt_seconds: float
-    compute_seconds: float
-    traffic: tuple[Traffic, ...] = ()
+    silent_seconds: Seconds
+    rtt_seconds: Seconds
+    compute_seconds: Seconds
+    traffic: Traffics = ()
 
 
 class LeaderBeat(Message, frozen=True, kw_only=True):
@@ -210,8 +233,8 @@ class LeaderBeat(Message, frozen=True, kw_only=True):
     waiting_for: Count
     """How many more peers must join before training starts."""
     version: Count
-    loss: float | None
-    samples_per_second: float
+    loss: Finite | None
+    samples_per_second: Finite
     trouble: Text
 
 
@@ -226,11 +249,11 @@ class Forward(Training, frozen=True, kw_only=True):
     """
 
     microbatch: Microbatch
-    weight: Count
+    weight: Weight
     path: tuple[PeerId, ...]
     """Feeder and replicas so far: the gradient returns this way."""
     tensors: tuple[TensorSpec, ...]
-    nonfinite: str = ""
+    nonfinite: Label = ""
 
 
 class Backward(Training, frozen=True, kw_only=True):
@@ -242,7 +265,7 @@ class Backward(Training, frozen=True, kw_only=True):
     microbatch: Microbatch
     path: tuple[PeerId, ...]
     tensors: tuple[TensorSpec, ...]
-    nonfinite: str = ""
+    nonfinite: Label = ""
 
 
 class ReduceShard(Training, frozen=True, kw_only=True):
@@ -284,7 +307,7 @@ class StateChunk(Reply, frozen=True, kw_only=True):
 # --- training: control ----------------------------------------------------------------------
 
 
-class Held(Struct, frozen=True):
+class Held(Part, frozen=True):
     """What a replica holds of one range of layers when it reports."""
 
     lineage: Count
@@ -300,11 +323,11 @@ class Report(Training, frozen=True, kw_only=True):
     held: tuple[Held, ...]
 
 
-class Missing(Struct, frozen=True):
+class Missing(Part, frozen=True):
     """Indices that a stage still needs, as a bitmap of the step's microbatches."""
 
     stage: Count
-    bitmap: bytes
+    bitmap: Bitmap
 
 
 class Resume(Training, frozen=True, kw_only=True):
@@ -319,9 +342,9 @@ class LedgerReport(Training, frozen=True, kw_only=True):
 
     step: Count
     stage: Count
-    bitmap: bytes
+    bitmap: Bitmap
     weight: Count
-    flags: tuple[Flag, ...]
+    flags: Flags
     loss_sum: float
 
 
@@ -334,7 +357,7 @@ class StartReduction(Training, frozen=True, kw_only=True):
     step: Count
     stage: Count
     weight: Count
-    flags: tuple[Flag, ...]
+    flags: Flags
     loss_sum: float
 
 
@@ -346,18 +369,19 @@ class Prepared(Training, frozen=True, kw_only=True):
     square_norms: tuple[float, ...]
     """Squared L2 norm of every tensor that this stage counts, in its order."""
     weight: Count
-    flags: tuple[Flag, ...]
+    flags: Flags
     loss_sum: float
 
 
-class Totals(Struct, frozen=True):
+class Totals(Part, frozen=True):
     """What every stage needs to commit a step."""
 
     weight: Count
-    square_norm: float
-    flags: tuple[Flag, ...]
+    square_norm: Annotated[float, Meta(ge=0)]
+    """Infinite where the sum of the gradients is not finite; never NaN."""
+    flags: Flags
     verdict: Literal["apply", "skip", "halt"]
-    loss: float | None
+    loss: Finite | None
     """Mean loss of the step, before the update."""
 
 
@@ -388,6 +412,8 @@ class Kind(NamedTuple):
 
 CONTROL_CAP_BYTES = 64 * 1024
 PLAN_CAP_BYTES = 16 * 1024 * 1024
+SWARM_CAP_BYTES = 1024 * 1024
+"""For what grows with the number of members, stages or tensors."""
 
 # None as channel: legal on both connections.
 TABLE: dict[type[Message], Kind] = {
@@ -403,7 +429,7 @@ TABLE: dict[type[Message], Kind] = {
     GetChain: Kind(15, "bulk", 64, 0),
     ChainAnswer: Kind(16, "bulk", PLAN_CAP_BYTES, 0),
     Heartbeat: Kind(20, "control", CONTROL_CAP_BYTES, 1),
-    LeaderBeat: Kind(21, "control", CONTROL_CAP_BYTES, 1),
+    LeaderBeat: Kind(21, "control", SWARM_CAP_BYTES, 1),
     Backward: Kind(30, "bulk", CONTROL_CAP_BYTES, 1, True),
     Forward: Kind(31, "bulk", CONTROL_CAP_BYTES, 2, True),
     ReduceShard: Kind(32, "bulk", CONTROL_CAP_BYTES, 3, True),
@@ -411,10 +437,10 @@ TABLE: dict[type[Message], Kind] = {
     GetState: Kind(34, "bulk", 128, 4),
     StateChunk: Kind(35, "bulk", 8192, 4, True),
     Report: Kind(40, "control", CONTROL_CAP_BYTES, 1),
-    Resume: Kind(41, "control", CONTROL_CAP_BYTES, 1),
+    Resume: Kind(41, "control", SWARM_CAP_BYTES, 1),
     LedgerReport: Kind(42, "control", CONTROL_CAP_BYTES, 1),
     StartReduction: Kind(43, "control", CONTROL_CAP_BYTES, 1),
-    Prepared: Kind(44, "control", CONTROL_CAP_BYTES, 1),
+    Prepared: Kind(44, "control", SWARM_CAP_BYTES, 1),
     Commit: Kind(45, "control", CONTROL_CAP_BYTES, 1),
     Durable: Kind(46, "control", CONTROL_CAP_BYTES, 1),
 }

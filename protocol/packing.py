@@ -2,8 +2,9 @@
 
 The rule: nothing is built before the whole structure is known to be backed by bytes that have
 arrived. MessagePack lets three bytes announce 65,535 elements; a walk that builds nothing
-(`Unpacker.skip`) refuses such claims first, so decoding takes memory in proportion to the
-input. Depth is bounded by that walk's stack and then by the schema.
+(`Unpacker.skip`) refuses such claims first. Then msgspec decodes by the schema, and stops at the
+first thing that does not fit it: nothing is built that the schema has no place for. Depth is
+bounded by the walk's stack and then by the schema.
 """
 
 from typing import TypeVar
@@ -14,8 +15,6 @@ import msgspec
 from protocol.errors import RemoteProtocolError
 
 S = TypeVar("S", bound=msgspec.Struct)
-
-MAX_ELEMENTS = 1 << 20
 
 
 def canonical(record: msgspec.Struct) -> bytes:
@@ -30,22 +29,23 @@ def unpack(data: bytes | bytearray | memoryview, kind: type[S]) -> S:
     do not fit the schema.
     """
     try:
-        walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
-        walker.feed(data)
-        walker.skip()
-        if walker.tell() != len(data):
-            raise RemoteProtocolError(f"{kind.__name__}: {len(data) - walker.tell()} bytes too many")
-        value = msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=True,
-            max_array_len=MAX_ELEMENTS,
-            max_map_len=MAX_ELEMENTS,
-            max_ext_len=0,
-        )
-        return msgspec.convert(value, kind, strict=True)
-    except RemoteProtocolError:
-        raise
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException, msgspec.MsgspecError) as error:
+        _walk(data)
+        return msgspec.msgpack.decode(data, type=kind)
+    # Not ValueError as a whole: it would hide a schema of ours that cannot be compiled.
+    except (
+        msgpack.UnpackException,
+        msgspec.DecodeError,
+        RecursionError,
+        UnicodeDecodeError,
+    ) as error:
         detail = f"{type(error).__name__}: {str(error)[:200]}"
         raise RemoteProtocolError(f"{kind.__name__} does not decode: {detail}") from error
+
+
+def _walk(data: bytes | bytearray | memoryview) -> None:
+    """Raise an UnpackException or RemoteProtocolError unless `data` is one whole object."""
+    walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
+    walker.feed(data)
+    walker.skip()
+    if walker.tell() != len(data):
+        raise RemoteProtocolError(f"{len(data) - walker.tell()} bytes too many")

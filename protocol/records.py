@@ -15,14 +15,20 @@ from protocol.packing import canonical, unpack
 from protocol.signing import Identity, PeerId, verify
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
-Text = Annotated[str, Meta(max_length=4096)]
+Label = Annotated[str, Meta(max_length=200)]
+MAX_TEXT_CHARS = 4096
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Addresses = Annotated[tuple[Name, ...], Meta(max_length=64)]
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+OptionalHash = Annotated[bytes, Meta(max_length=32)]
 RunId = bytes
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""Measured; finite, because an infinity would make every plan equally bad."""
+MAX_DIMENSIONS = 64
 Scalar = bool | int | float | str
 Argument = Scalar | list[Scalar]
 
@@ -38,7 +44,7 @@ class TensorSpec(Record, frozen=True):
     """Shape and dtype of a tensor; `dtype` is torch's name without the prefix."""
 
     dtype: Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 
     @property
     def elements(self) -> int:
@@ -192,12 +198,12 @@ class PeerRecord(Record, frozen=True):
     run: RunId
     peer: PeerId
     boot: Positive
-    addresses: tuple[Name, ...]
+    addresses: Addresses
     """HOST:PORT of its own listener."""
-    dht_addresses: tuple[Name, ...]
+    dht_addresses: Addresses
     """libp2p multiaddresses of its DHT node."""
     sequence: Count
-    host_label: str = ""
+    host_label: Label = ""
 
 
 class LayerProfile(Record, frozen=True):
@@ -223,18 +229,20 @@ class JoinRequest(Record, frozen=True):
     memory_bytes: Count
     numerics: Text
     """Numerics fingerprint: equal fingerprints mean equal bits."""
-    data_digest: bytes
+    data_digest: OptionalHash
     """Digest of the data it can feed; empty if it has none."""
 
 
 # --- plans and certificates ------------------------------------------------------------------
+
+MAX_VOTERS = 64
 
 
 class Generation(Record, frozen=True, order=True):
     """Lineage of councils; totally ordered. Grows only by recovery."""
 
     number: Count = 0
-    nonce: bytes = b""
+    nonce: OptionalHash = b""
 
 
 class Member(Record, frozen=True):
@@ -281,7 +289,7 @@ class PlanBody(Record, frozen=True):
     """wiring[s][i][j]: share of what source i sends to replica j of stage s.
 
     Sources of stage 0 are the feeders, of stage s the replicas of stage s - 1."""
-    step_seconds: Seconds
+    step_seconds: Annotated[float, Meta(ge=0, le=1e300)]
     """Predicted seconds per step; 0 where nothing was predicted."""
     completed: Completed | None
     ended: bool
@@ -296,11 +304,11 @@ class PlanHeader(Record, frozen=True):
     run: RunId
     generation: Generation
     epoch: Count
-    predecessor: bytes
+    predecessor: OptionalHash
     """Hash of the previous plan's header; empty for epoch 0."""
-    council: tuple[PeerId, ...]
+    council: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_VOTERS)]
     """V(epoch): the peers that decide the plan of epoch + 1."""
-    body_hash: bytes
+    body_hash: Hash
     kind: Literal["genesis", "planned", "repair"]
     from_step: Count
     lineage: Count
@@ -328,7 +336,8 @@ class Certificate(Record, frozen=True):
 
     ballot: bytes
     """The canonical Ballot, as it was signed."""
-    signatures: tuple[tuple[PeerId, bytes], ...]
+    signatures: Annotated[tuple[tuple[PeerId, bytes], ...], Meta(max_length=MAX_VOTERS)]
+    """Bounded, because checking one costs more than sending it."""
 
 
 class CertifiedPlan(Record, frozen=True):
@@ -345,6 +354,11 @@ PEER_RECORD_PURPOSE = "peer-record"
 JOIN_REQUEST_PURPOSE = "join-request"
 
 R = TypeVar("R", bound=Record)
+
+
+def clip(text: str) -> str:
+    """Return `text` cut to what a field of type Text holds."""
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 1] + "…"
 
 
 def sha256(data: bytes) -> bytes:

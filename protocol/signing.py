@@ -6,6 +6,8 @@ can check a signature knowing only the id. Signatures cover the bytes as they we
 never a re-encoding of them.
 """
 
+from typing import Annotated
+
 import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -13,14 +15,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
     Ed25519PublicKey,
 )
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from msgspec import Meta
 
 from protocol.errors import RemoteProtocolError
 
-PeerId = str
+PeerId = Annotated[str, Meta(max_length=64)]
 
 # identity multihash (0x00), 36 bytes; protobuf: field 1 = Ed25519 (1), field 2 = 32 key bytes
 _PEER_ID_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
-_PEER_ID_TEXT_LIMIT = 64
+_PEER_ID_TEXT_LIMIT = 64  # as in the annotation of PeerId
 
 
 def peer_id_of(public_key: bytes) -> PeerId:

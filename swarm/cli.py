@@ -15,15 +15,9 @@ from swarm.adapters.control_socket import call
 from swarm.adapters.disk import Home
 from swarm.config import PeerSettings, read_training, settings_of
 from swarm.errors import HomeError, JoinError, NotRunning, SwarmError
+from swarm.homes import Overrides, create_home, invitation_of, join_home, parse_invitation
 from swarm.local import LocalOptions, run_local
-from swarm.node import (
-    Overrides,
-    create_home,
-    invitation_of,
-    join_home,
-    parse_invitation,
-    run_node,
-)
+from swarm.node import Node, advertised_hosts
 
 INTERRUPTED, BUG = 130, 70
 DEFAULT_LISTEN = "127.0.0.1:31337"
@@ -74,6 +68,7 @@ def _create(options: argparse.Namespace) -> int:
     settings = settings_of(
         {
             "listen": options.listen,
+            "advertise": options.advertise,
             "wait_for_peers": options.peers,
             "stages": options.stages,
             "data_dir": str(options.data_dir.resolve()),
@@ -82,7 +77,7 @@ def _create(options: argparse.Namespace) -> int:
     )
     manifest = create_home(options.home, training, settings)
     with Home.open(options.home) as home:
-        print(invitation_of(home, (settings.listen,)).encode())
+        print(invitation_of(home, _addresses(settings)).encode())
     print(
         f"run {manifest.run.hex()} is made; start it with `swarm run --home {options.home}`",
         file=sys.stderr,
@@ -97,6 +92,7 @@ def _run(options: argparse.Namespace) -> int:
         data_dir=str(options.data_dir.resolve()) if options.data_dir else None,
         threads=options.threads,
         host_label=options.host_label,
+        advertise=options.advertise,
     )
     if options.join is not None:
         _prepare_join(options.home, options.join, overrides)
@@ -109,7 +105,7 @@ async def _run_home(home: Home, overrides: Overrides, with_parent: bool) -> None
     def ready(address: str) -> None:
         print(f"ready {address}", flush=True)
 
-    await run_node(home, overrides, with_parent=with_parent, ready=ready)
+    await Node(home, overrides).run(with_parent=with_parent, ready=ready)
 
 
 def _prepare_join(folder: Path, text: str, overrides: Overrides) -> None:
@@ -142,11 +138,17 @@ def _invite(options: argparse.Namespace) -> int:
         if not Home.exists(options.home):
             raise
         with Home.open(options.home) as home:
-            listen = home.settings().listen
-            if listen.endswith(":0"):
+            settings = home.settings()
+            if settings.listen.endswith(":0"):
                 raise error from None
-            print(invitation_of(home, (listen,)).encode())
+            print(invitation_of(home, _addresses(settings)).encode())
     return 0
+
+
+def _addresses(settings: PeerSettings) -> tuple[str, ...]:
+    """Return where a peer will be reached once it runs."""
+    port = settings.listen.rpartition(":")[2]
+    return tuple(f"{host}:{port}" for host in advertised_hosts(settings)) or (settings.listen,)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -213,12 +215,16 @@ def _parser() -> argparse.ArgumentParser:
     create.add_argument("--peers", type=int, default=1, help="peers that the first plan waits for")
     create.add_argument("--stages", type=int, default=0, help="stages; 0 chooses by measured time")
     create.add_argument("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT")
+    create.add_argument(
+        "--advertise", default="", metavar="HOST", help="how others reach this peer"
+    )
     _data_dir(create, Path())
 
     run = _command(commands, "run", _run, "run the daemon of a home until it is stopped")
     _home(run)
     run.add_argument("--join", metavar="INVITATION", help="make the home by joining a swarm")
     run.add_argument("--listen", metavar="HOST:PORT", help="where to listen; default loopback")
+    run.add_argument("--advertise", metavar="HOST", help="where others reach it")
     run.add_argument("--device", metavar="cpu|cuda:N")
     run.add_argument("--threads", type=int, help="computing threads (default: the manifest's)")
     run.add_argument("--host-label", help="peers with one label are expected to fail together")

@@ -32,6 +32,7 @@ class PeerSettings:
     listen: Annotated[str, Meta(min_length=1, max_length=200)] = "127.0.0.1:0"
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
     host_label: Annotated[str, Meta(max_length=200)] = ""
+    advertise: Annotated[str, Meta(max_length=200)] = ""
     data_dir: Annotated[str, Meta(min_length=1, max_length=4096)] = "."
     threads: Annotated[int, Meta(ge=0, le=256)] = 0
     wait_for_peers: Annotated[int, Meta(ge=1, le=65536)] = 1
@@ -44,6 +45,8 @@ SETTING_COMMENTS = {
     "port 0 takes a free one.",
     "device": 'What computes: "cpu" or "cuda:N". The CPU, because every machine has one.',
     "host_label": "Peers with one label are expected to fail together. Empty: the host's name.",
+    "advertise": "Host name or address under which others reach this peer. Empty: the one that it\n"
+    "listens on, or the machine's own where it listens on all.",
     "data_dir": "Folder that relative paths in the manifest's [data] start from. A relative one\n"
     "starts where the daemon is started.",
     "threads": "Threads that compute. 0 takes the manifest's number: in exact mode another\n"

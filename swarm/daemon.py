@@ -4,7 +4,7 @@ Listen, find the swarm, measure, join, work by the newest plan, until told to st
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import trio
@@ -83,6 +83,8 @@ class Settings:
 
     addresses: tuple[str, ...] = ()
     """Where to look for the swarm; the founder needs none."""
+    advertised_hosts: tuple[str, ...] = ()
+    """Hosts under which others reach this peer; empty for the one that it listens on."""
     device: str = "cpu"
     host_label: str = ""
     wait_for_peers: int = 1
@@ -145,7 +147,7 @@ class Daemon:
         from taking part."""
         async with trio.open_nursery() as nursery:
             self.listen = await nursery.start(self._listen)
-            self._links.know(self.me.peer, (self.listen,))
+            self._links.know(self.me.peer, self.addresses())
             self._dht = await self._outside.start_dht()
             try:
                 ready(self.listen)
@@ -175,7 +177,8 @@ class Daemon:
         if self._outside.source is not None:
             digest = await trio.to_thread.run_sync(self._outside.source.digest)
         self._phase = "joining"
-        await self._join(self._profile, digest)
+        if not self.control.plan.body.ended:
+            await self._join(self._profile, digest)
         self._phase = "waiting for peers" if self.control.plan.header.epoch == 0 else "standby"
         while True:
             await self._work(self._profile)
@@ -239,7 +242,8 @@ class Daemon:
                     faults = [f"{address}  no answer" for address in self._settings.addresses]
                 else:
                     try:
-                        return await join(self._links, first, record, request)
+                        await join(self._links, first, record, request)
+                        return self.control.joined()
                     except PeerError as fault:
                         faults = [f"{fault.peer}  {fault.reason}"]
                 await trio.sleep(RETRY_SECONDS)
@@ -258,8 +262,8 @@ class Daemon:
             run=self._manifest.run,
             peer=self.me.peer,
             boot=self.me.boot,
-            addresses=(self.listen,),
-            dht_addresses=self._dht.addresses if self._dht is not None else (),
+            addresses=self.addresses(),
+            dht_addresses=self.dht_addresses(),
             sequence=self._record_sequence,
             host_label=self._settings.host_label,
         )
@@ -273,26 +277,24 @@ class Daemon:
             await trio.sleep(PUBLISH_SECONDS)
 
     async def _look_up(self) -> list[PeerRecord]:
-        """Ask the DHT who is where; remember it for those of whom no address is known."""
+        """Ask the DHT who is where, and remember it."""
         if self._dht is None:
             return []
         found = await self._dht.lookup()
         self._found = [record for record in found if record.peer != self.me.peer]
         for record in self._found:
-            if not self._links.address_of(record.peer):
-                self._links.know(record.peer, record.addresses)
+            self._links.know_record(record)
         return self._found
 
     # --- what arrives (links.Receiver) -----------------------------------------------------
 
     def check_payload(self, peer: PeerId, message: Message) -> None:
-        """Refuse tensors that no plan asks for, before memory is taken for them."""
-        if not isinstance(message, Training):
-            return
+        """Refuse tensors that the active plan does not ask for, before memory is taken.
+
+        Those of another plan are bounded by the connection's cap; `handle` drops or keeps them.
+        """
         epoch = self._epoch
-        if epoch is None or epoch.plan is not self.control.plan:
-            raise RemoteProtocolError(f"{type(message).__name__} before its plan is active here")
-        if epoch.fence.epoch == message.fence.epoch:
+        if isinstance(message, Training) and epoch is not None and epoch.works_by(message.fence):
             epoch.check_payload(message)
 
     async def handle(self, peer: PeerId, boot: int, received: Received, answer: Answer) -> None:
@@ -301,7 +303,7 @@ class Daemon:
             case Ping(number=number):
                 self._links.post(peer, Pong(number=number))
             case Pong() as message:
-                self.control.handle_pong(peer, message)
+                self.control.members.pong(peer, message)
             case Heartbeat() as message:
                 self.control.handle_heartbeat(peer, message)
             case LeaderBeat() as message:
@@ -323,11 +325,9 @@ class Daemon:
 
     def lost(self, peer: PeerId, reason: str) -> None:
         """A link has ended (links.Receiver.lost)."""
-        self.control.lost(peer, reason)
+        self.control.members.lost(peer, reason)
 
-    def _handle_training(
-        self, peer: PeerId, boot: int, message: Training, payload: Buffer
-    ) -> None:
+    def _handle_training(self, peer: PeerId, boot: int, message: Training, payload: Buffer) -> None:
         """Fence: only what was said by the active plan, by a start of a peer that it names."""
         fence = message.fence
         if fence.boot != boot:
@@ -358,9 +358,14 @@ class Daemon:
         )
 
     def _keep_early(self, peer: PeerId, message: Training, payload: Buffer) -> None:
-        """Keep a message of a plan that this peer does not work by yet."""
-        if len(self._early) >= MAX_EARLY_MESSAGES:
-            raise RemoteProtocolError(f"{MAX_EARLY_MESSAGES} messages of an unknown plan wait")
+        """Keep a message of a plan that this peer does not work by yet.
+
+        Nobody sends tensors before this peer has reported under that plan."""
+        if len(self._early) >= MAX_EARLY_MESSAGES or len(payload):
+            raise RemoteProtocolError(
+                f"{type(message).__name__} of epoch {message.fence.epoch} at epoch "
+                f"{self.control.plan.header.epoch}, {len(self._early)} wait already"
+            )
         self._early.append((peer, message, payload))
 
     def _hand_over_early(self) -> None:
@@ -388,6 +393,7 @@ class Daemon:
             compute_seconds=self._outside.executor.compute_seconds,
             rtt_seconds=rtt_seconds,
             traffic=self._links.traffic.snapshot(),
+            suspects=self.control.members.suspects(self.control.plan.body),
             trouble=trouble,
         )
 
@@ -400,18 +406,23 @@ class Daemon:
             phase=self._phase,
             listen=self.listen,
             dht={
-                "addresses": list(self._dht.addresses) if self._dht is not None else [],
+                "addresses": list(self.dht_addresses()),
                 "published": self._published,
                 "peers_found": [record.peer for record in self._found],
             },
         )
 
-    def addresses(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return where newcomers can reach this peer: HOST:PORT and DHT multiaddresses."""
-        return (self.listen,), self._dht.addresses if self._dht is not None else ()
+    def addresses(self) -> tuple[str, ...]:
+        """Return the HOST:PORTs under which others reach this peer."""
+        port = self.listen.rpartition(":")[2]
+        hosts = self._settings.advertised_hosts
+        named = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
+        return named or (self.listen,)
+
+    def dht_addresses(self) -> tuple[str, ...]:
+        """Return the multiaddresses of this peer's DHT node."""
+        return self._dht.addresses if self._dht is not None else ()
 
     async def layers(self) -> tuple[list[Buffer], list[PeerId]]:
         """Return all layers of the completed version, and who gave each. Raises ExportError."""
-        return await gather_layers(
-            self._links, self._outside.checkpoints, self.control.plan.body
-        )
+        return await gather_layers(self._links, self._outside.checkpoints, self.control.plan.body)

@@ -20,7 +20,7 @@ from protocol.records import Training
 from swarm.adapters.control_socket import call
 from swarm.config import PeerSettings
 from swarm.errors import NotRunning, RunHalted, SwarmError
-from swarm.node import create_home
+from swarm.homes import create_home
 from swarm.show import Progress
 
 POLL_SECONDS = 0.5
@@ -197,5 +197,3 @@ async def _call(home: Path, command: str, **arguments: object) -> dict[str, obje
     return await trio.to_thread.run_sync(
         lambda: call(home, command, **arguments), abandon_on_cancel=True
     )
-
-

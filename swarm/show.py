@@ -102,9 +102,7 @@ def print_status(status: dict[str, Any]) -> None:
     console.print(table)
 
 
-def run_reference_command(
-    training: Training, data_dir: Path, device: str, out: Path | None
-) -> int:
+def run_reference_command(training: Training, data_dir: Path, device: str, out: Path | None) -> int:
     """Train in this one process, print the SHA-256 of the exported weights."""
     from swarm.adapters.datasets import open_source
     from swarm.adapters.durable import write_file_durably

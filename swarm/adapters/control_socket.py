@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -42,7 +43,7 @@ async def serve_commands(
         try:
             task_status.started()
             await trio.serve_listeners(
-                lambda stream: _serve_one(stream, handler), [trio.SocketListener(listener)]
+                partial(_serve_one, handler), [trio.SocketListener(listener)]
             )
         finally:
             with suppress(FileNotFoundError):
@@ -51,7 +52,7 @@ async def serve_commands(
         os.close(folder)
 
 
-async def _serve_one(stream: trio.SocketStream, handler: Handler) -> None:
+async def _serve_one(handler: Handler, stream: trio.SocketStream) -> None:
     with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
         async with stream:
             request = await _read_line(stream)
@@ -106,9 +107,7 @@ def call(home: Path, command: str, **arguments: object) -> dict[str, object]:
         ) from error
     if "error" in answer:
         fault = answer["error"]
-        error_ = SwarmError(
-            fault["what"], evidence=tuple(fault["evidence"]), hint=fault["hint"]
-        )
+        error_ = SwarmError(fault["what"], evidence=tuple(fault["evidence"]), hint=fault["hint"])
         error_.exit_code = fault["code"]
         raise error_
     result: dict[str, object] = answer["answer"]

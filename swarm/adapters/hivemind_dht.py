@@ -5,11 +5,11 @@ too long is False or empty, and one log line. hivemind's import is lazy, because
 seconds, and what the import changes for the whole process is taken back.
 """
 
-import ipaddress
 import logging
 import multiprocessing
 import os
 import shutil
+import socket
 import tempfile
 import time
 import warnings
@@ -65,15 +65,15 @@ class HivemindDht:
         *,
         listen_port: int = 0,
     ) -> "HivemindDht":
-        """Start a node that listens on `listen_host` (an IP address) and meets `initial_peers`.
+        """Start a node that listens on `listen_host` and meets `initial_peers`.
 
         `initial_peers` are multiaddresses that end in /p2p/PEER; nobody need be there. `folder`
         must exist and belong to this peer alone. Raises DhtError if the daemon does not start.
         """
-        _check_host(listen_host)
+        listen = (await _ip_of(listen_host), listen_port)
         dht = cls(identity, swarm_key, run, folder)
         try:
-            await dht._start((listen_host, listen_port), initial_peers)
+            await dht._start(listen, initial_peers)
         except BaseException:  # also when cancelled
             await dht.aclose()
             raise
@@ -152,15 +152,17 @@ class HivemindDht:
         return None
 
 
-def _check_host(host: str) -> None:
+async def _ip_of(host: str) -> str:
+    """Return the first IP address that `host` stands for."""
     try:
-        ipaddress.ip_address(host)
-    except ValueError as error:
+        found = await trio.socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
         raise DhtError(
             f"the DHT cannot listen on {host!r}",
             evidence=(str(error),),
             hint="give an IP address of this machine",
         ) from error
+    return str(found[0][4][0])
 
 
 def _import_libp2p_node() -> ModuleType:

@@ -73,12 +73,14 @@ class Libp2pNode:
         self._daemon: Any = None
         self._node: Any = None
         self._up = asyncio.Event()
+        self._starting: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.addresses: tuple[str, ...] = ()
 
     async def start(self, initial_peers: Iterable[str]) -> None:
         """Start the daemon, meet `initial_peers`, and keep watch. Raises `TROUBLE`."""
         self._initial = tuple(initial_peers)
+        self._starting = asyncio.current_task()
         await self._start()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -87,26 +89,30 @@ class Libp2pNode:
         self._recent = tuple(addresses)[:MAX_RECENT_ADDRESSES]
 
     async def store(self, value: bytes, expiry: float) -> bool:
-        """Store `value` under our peer id until `expiry` (Unix time)."""
+        """Store `value` under our peer id until `expiry` (Unix time); return whether it is there.
+
+        What hivemind's `store` returns is the verdict of whichever node answered last, and with
+        a dead daemon it is True: so read back, and then ask the daemon itself.
+        """
         node, daemon = await self._ready()
-        stored = await node.store(self._place, value, expiry, subkey=self._identity.peer)
-        await daemon.list_peers()  # raises if the daemon died; `store` would not say so
-        return bool(stored)
+        subkey = self._identity.peer
+        await node.store(self._place, value, expiry, subkey=subkey)
+        stored = (subkey, value, expiry) in await self._find(node)
+        await daemon.list_peers()
+        return stored
 
     async def find(self) -> list[tuple[object, object, object]]:
         """Return subkey, value and expiry of all records."""
         node, _ = await self._ready()
-        found = await node.get(self._place, latest=True)
-        entries = found.value if found is not None else {}
-        if not isinstance(entries, dict):
-            return []
-        return [(subkey, item.value, item.expiration_time) for subkey, item in entries.items()]
+        return await self._find(node)
 
     async def aclose(self) -> None:
-        """Stop watching, and stop the daemon."""
+        """Stop watching, and stop the daemon. A cancelled `start` is let clean up first."""
         if self._watcher is not None:
             self._watcher.cancel()
-            await asyncio.wait({self._watcher})
+        tasks = {task for task in (self._starting, self._watcher) if task is not None}
+        if tasks:
+            await asyncio.wait(tasks)
         await self._stop()
 
     # --- the daemon's life ------------------------------------------------------------------
@@ -138,13 +144,17 @@ class Libp2pNode:
             secret = self._identity.private_key.private_bytes_raw() + self._identity.public_key
             file.write(_ED25519_PRIVATE_KEY + secret)
             file.flush()
-            daemon = await self._daemon_type.create(
-                host_maddrs=[f"/ip{version}/{self._host}/tcp/{self._port}"],
-                identity_path=file.name,
-                check_if_identity_free=False,  # hivemind can read RSA keys only
-                startup_timeout=_START_SECONDS,
-                **_reach(self._host),
-            )
+            try:
+                daemon = await self._daemon_type.create(
+                    host_maddrs=[f"/ip{version}/{self._host}/tcp/{self._port}"],
+                    identity_path=file.name,
+                    check_if_identity_free=False,  # hivemind can read RSA keys only
+                    startup_timeout=_START_SECONDS,
+                    **_reach(self._host),
+                )
+            except BaseException:  # also when cancelled; `create` leaves what it has begun
+                await self._daemon_type.newest.end()
+                raise
         if daemon.peer_id.to_base58() != self._identity.peer:
             await daemon.end()
             raise P2PDaemonError(f"libp2p daemon runs as {daemon.peer_id}")
@@ -158,6 +168,13 @@ class Libp2pNode:
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         return self._node, self._daemon
+
+    async def _find(self, node: Any) -> list[tuple[object, object, object]]:
+        found = await node.get(self._place, latest=True)
+        entries = found.value if found is not None else {}
+        if not isinstance(entries, dict):
+            return []
+        return [(subkey, item.value, item.expiration_time) for subkey, item in entries.items()]
 
     async def _stop(self) -> None:
         self._up.clear()
@@ -231,6 +248,11 @@ def _daemon_type(sockets: Path) -> Any:
 
     class GuardedDaemon(P2P):  # type: ignore[misc]
         _UNIX_SOCKET_PREFIX = f"/unix{sockets}/"
+        newest: "GuardedDaemon"
+
+        def __init__(self) -> None:
+            super().__init__()
+            type(self).newest = self
 
         @staticmethod
         def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:

@@ -267,7 +267,7 @@ async def _hear_verdict(stream: TlsStream, whom: str) -> None:
 
 
 def _why(error: trio.BrokenResourceError) -> tuple[bool, str]:
-    """Return whether the other side is certainly not of this swarm, and why the handshake failed."""
+    """Return why a handshake failed; True if the other side is certainly not of this swarm."""
     match error.__cause__:
         case ssl.SSLCertVerificationError():
             return True, NOT_OF_THIS_SWARM

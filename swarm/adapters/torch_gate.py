@@ -4,6 +4,7 @@ The rule: a module whose layers, applied in order, do not give its own outputs a
 refused with the reason; so is a forward that changes a buffer.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from protocol.records import Training
-from swarm.adapters.torch_batches import batch_specs, random_batch
+from swarm.adapters.torch_batches import batch_specs, encode, random_batch
 from swarm.adapters.torch_import import FAULTS, describe
 from swarm.adapters.torch_numerics import seed_generator, seed_of
 from swarm.errors import ModelError
@@ -56,12 +57,12 @@ def apply_checked(name: str, layer: nn.Module, inputs: Tensor) -> Tensor:
     Raises ModelError if it raises, returns anything but one floating-point tensor, or changes
     a parameter or buffer.
     """
-    before = _versions(layer)
+    before = _marks(layer)
     try:
         output = layer(inputs)
     except FAULTS as fault:
         raise does_not_run(name, inputs, fault) from fault
-    after = _versions(layer)
+    after = _marks(layer)
     for tensor in before | after:
         if before.get(tensor) != after.get(tensor):
             raise ModelError(
@@ -104,9 +105,15 @@ class _Draws:
         self.count += 1
 
 
-def _versions(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    named = (*layer.named_buffers(), *layer.named_parameters())
-    return {name: (id(tensor), tensor._version) for name, tensor in named}
+def _marks(layer: nn.Module) -> dict[str, tuple[int, int, bytes]]:
+    """Return what changes with a tensor: its identity, its version, and a buffer's bytes.
+
+    Fused norms write their running statistics without a new version.
+    """
+    marks = {name: (id(p), p._version, b"") for name, p in layer.named_parameters()}
+    for name, buffer in layer.named_buffers():
+        marks[name] = (id(buffer), buffer._version, hashlib.sha256(encode(buffer)).digest())
+    return marks
 
 
 def _in_order(names: Sequence[str], layers: Sequence[nn.Module], inputs: Tensor) -> Tensor:

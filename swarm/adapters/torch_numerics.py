@@ -36,6 +36,7 @@ class Settings:
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         torch.set_grad_enabled(True)
+        torch.set_flush_denormal(False)  # a library built with -ffast-math may have set it
         if torch.are_deterministic_algorithms_enabled() != self.exact:
             if self.device.type == "cuda":
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -213,6 +213,7 @@ def check_certificate(proof: CertifiedPlan, predecessor: Plan, run: bytes) -> Pl
         "it names its predecessor": header.predecessor == before.hash,
         "its body is the one that the header names": header.body_hash == sha256(proof.body),
         "it has a council": bool(header.council),
+        "its council names nobody twice": len(set(header.council)) == len(header.council),
         "the ballot is of this run": ballot.run == run,
         "the ballot is of this generation": ballot.generation == header.generation,
         "the ballot is of this epoch": ballot.epoch == header.epoch,

@@ -18,6 +18,7 @@ from protocol.records import (
     Signed,
     StagePlan,
     Training,
+    clip,
 )
 from swarm.core.slicing import balanced_cuts, ranges_of
 from swarm.errors import NoFeasiblePlan
@@ -43,6 +44,8 @@ def first_plan(training: Training, candidates: Sequence[Candidate], stages: int 
     otherwise the next peer goes to the stage group that is slowest so far. Raises NoFeasiblePlan
     if there are too few peers or layers, or if nobody has the data.
     """
+    if not candidates:
+        raise NoFeasiblePlan("no peer has joined", hint="start a peer")
     candidates = sorted(candidates, key=lambda each: each.request.peer)
     layers = candidates[0].request.layers
     seconds = _layer_seconds(candidates)
@@ -86,12 +89,14 @@ def completing_plan(current: PlanBody, completed: Completed, *, ended: bool) -> 
         completed=completed,
         ended=ended,
         halted="",
-        reason=f"version {completed.version} is complete" + (", the run has ended" if ended else ""),
+        reason=f"version {completed.version} is complete"
+        + (", the run has ended" if ended else ""),
     )
 
 
 def halting_plan(current: PlanBody, halted: str) -> PlanBody:
     """Return the current plan with equal roles, saying why training stands still for good."""
+    halted = clip(halted)
     return _same_roles(
         current, completed=current.completed, ended=False, halted=halted, reason=halted
     )

@@ -1,13 +1,15 @@
 """Cutting a sequence of layers into stages so that the slowest stage is as fast as possible."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def balanced_cuts(layer_seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     """Return the first layer of every stage but the first, minimising the slowest stage.
 
-    Exact dynamic program over prefixes, O(stages * layers^2). Among equally good slicings the
-    one with the earliest cuts is taken. Raises ValueError if there are fewer layers than stages.
+    Exact dynamic program over prefixes, O(stages * layers^2). Among equally good
+    places of the last cut the earliest is taken, and what lies before it is cut by the same
+    rule. Raises ValueError if there are fewer layers than stages.
     """
     layers = len(layer_seconds)
     if not 1 <= stages <= layers:
@@ -42,7 +44,7 @@ def ranges_of(cuts: Sequence[int], layers: int) -> tuple[tuple[int, int], ...]:
     Raises ValueError if a cut leaves a stage without layers.
     """
     edges = [0, *cuts, layers]
-    ranges = tuple(zip(edges[:-1], edges[1:], strict=True))
+    ranges = tuple(pairwise(edges))
     if any(first >= last for first, last in ranges):
         raise ValueError(f"cuts {list(cuts)} do not cut {layers} layers into non-empty stages")
     return ranges

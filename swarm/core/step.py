@@ -12,14 +12,16 @@ Three small state machines, all sans-IO; a peer runs those that its roles ask fo
 Each takes the messages of one epoch. The rule: nobody updates before everybody is prepared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import (
+    MAX_FLAGS,
     Commit,
     Fence,
+    Flag,
     LedgerReport,
     Message,
     Missing,
@@ -31,8 +33,7 @@ from protocol.messages import (
 )
 from protocol.records import Member, PlanBody, Training
 from protocol.signing import PeerId
-from swarm.core.ledger import Ledger, bitmap_of, indices_of
-from swarm.core.reduction import Bucket
+from swarm.core.ledger import Ledger, bitmap_of
 from swarm.core.totals import totals_of
 
 
@@ -149,7 +150,7 @@ class ReplicaStep:
         if message.step != self.version:
             return [Trouble(f"step {message.step} is in hand, this peer holds {self.version}")]
         self.state = ReplicaState.FILLING
-        return []
+        return self._start_early()
 
     def accounted(self, ledger: Ledger) -> list[Effect]:
         """The ledger has grown: tell the stage's coordinator."""
@@ -159,7 +160,7 @@ class ReplicaStep:
             stage=self._role.stage,
             bitmap=ledger.bitmap,
             weight=ledger.weight,
-            flags=ledger.flags,
+            flags=ledger.flags[:MAX_FLAGS],
             loss_sum=ledger.loss_sum,
         )
         return [Send(self._role.group[0], report)]
@@ -167,9 +168,10 @@ class ReplicaStep:
     def start_reduction(self, message: StartReduction) -> list[Effect]:
         """The ledgers of the group partition the step.
 
-        This may come before this replica has committed the step before, if it had no
-        microbatch of this one: then it waits for `applied`."""
-        if message.step == self.version + 1:
+        If this replica had no microbatch of the step, this may come before Resume, or before it
+        has committed the step before: then it waits for that."""
+        waiting = self.state is ReplicaState.WAITING
+        if message.step == self.version + 1 or (waiting and message.step == self.version):
             self._early = message
         if message.step != self.version or self.state is not ReplicaState.FILLING:
             return []
@@ -211,6 +213,9 @@ class ReplicaStep:
             self.state = ReplicaState.FINISHED
             return []
         self.state = ReplicaState.FILLING
+        return self._start_early()
+
+    def _start_early(self) -> list[Effect]:
         early, self._early = self._early, None
         return self.start_reduction(early) if early is not None else []
 
@@ -218,52 +223,71 @@ class ReplicaStep:
 class GroupCoordinator:
     """Watches the ledgers of one stage: when they partition the step, the reduction starts."""
 
-    def __init__(self, role: Role, training: Training) -> None:
+    def __init__(self, role: Role, training: Training, version: int = 0) -> None:
         self._role = role
         self._microbatches = training.microbatches_per_step
-        self._reports: dict[int, dict[PeerId, LedgerReport]] = {}
-        self._started = -1
+        self._reports: dict[PeerId, LedgerReport] = {}
+        self._step = version
 
     def ledger(self, sender: PeerId, message: LedgerReport) -> list[Effect]:
-        """Take in a replica's ledger. A later report replaces an earlier one of that step.
+        """Take in a replica's ledger. In one epoch and step a ledger only grows, so an older
+        report that comes late changes nothing.
 
-        Raises RemoteProtocolError if the sender is not of this stage or its bitmap is not one
-        of this step's size."""
+        Raises RemoteProtocolError if the sender is not of this stage, if its bitmap is not one
+        of this step's size, or if it has lost an index."""
         if sender not in self._role.group or message.stage != self._role.stage:
             raise RemoteProtocolError(f"{sender} reports a ledger of stage {message.stage}")
-        try:
-            indices_of(message.bitmap, self._microbatches)
-        except ValueError as error:
-            raise RemoteProtocolError(f"ledger of {sender}: {error}") from error
-        if message.step <= self._started:
+        indices = self._indices(sender, message)
+        if message.step < self._step:
             return []
-        reports = self._reports.setdefault(message.step, {})
-        reports[sender] = message
-        return self._check(message.step, reports)
+        if message.step > self._step:
+            raise RemoteProtocolError(
+                f"{sender} reports a ledger of step {message.step}, {self._step} is in hand"
+            )
+        before = _mask(self._reports[sender].bitmap) if sender in self._reports else 0
+        if indices | before not in (indices, before):
+            raise RemoteProtocolError(
+                f"the ledger of {sender} has lost {_named(before & ~indices)}"
+            )
+        if indices != indices | before:
+            return []
+        self._reports[sender] = message
+        return self._check()
 
-    def _check(self, step: int, reports: dict[PeerId, LedgerReport]) -> list[Effect]:
-        seen: set[int] = set()
-        for sender in sorted(reports):
-            indices = set(indices_of(reports[sender].bitmap, self._microbatches))
+    def _indices(self, sender: PeerId, message: LedgerReport) -> int:
+        size, indices = (self._microbatches + 7) // 8, _mask(message.bitmap)
+        if len(message.bitmap) != size or indices >> self._microbatches:
+            raise RemoteProtocolError(
+                f"ledger of {sender}: {len(message.bitmap)} bytes, {indices.bit_length()} bits "
+                f"for {self._microbatches} microbatches"
+            )
+        return indices
+
+    def _check(self) -> list[Effect]:
+        seen = 0
+        for sender in sorted(self._reports):
+            indices = _mask(self._reports[sender].bitmap)
             if seen & indices:
-                twice = sorted(seen & indices)
                 return [
-                    Trouble(f"step {step}: indices {twice} are in two ledgers of a stage, {sender}")
+                    Trouble(
+                        f"step {self._step}: {_named(seen & indices)} in two ledgers of stage "
+                        f"{self._role.stage}, one of {sender}"
+                    )
                 ]
             seen |= indices
-        if len(seen) < self._microbatches:
+        if seen.bit_count() < self._microbatches:
             return []
-        self._started = step
-        self._reports = {later: held for later, held in self._reports.items() if later > step}
-        ordered = [reports[peer] for peer in self._role.group if peer in reports]
+        ordered = [self._reports[peer] for peer in self._role.group if peer in self._reports]
         start = StartReduction(
             fence=self._role.fence,
-            step=step,
+            step=self._step,
             stage=self._role.stage,
             weight=sum(report.weight for report in ordered),
-            flags=tuple(sorted(flag for report in ordered for flag in report.flags)),
+            flags=_first_flags(flag for report in ordered for flag in report.flags),
             loss_sum=sum(report.loss_sum for report in ordered),
         )
+        self._reports = {}
+        self._step += 1
         return [Send(peer, start) for peer in self._role.group]
 
 
@@ -327,7 +351,7 @@ class StepCoordinator:
         totals = totals_of(
             [prepared.square_norms for prepared in firsts],
             firsts[-1].weight,
-            (flag for prepared in firsts for flag in prepared.flags),
+            _first_flags(flag for prepared in firsts for flag in prepared.flags),
             firsts[-1].loss_sum,
             self.training.execution.on_nonfinite,
         )
@@ -379,3 +403,18 @@ class StepCoordinator:
             if len(said) != 1:
                 return f"step {self._step}: replicas of stage {stage} reduced different gradients"
         return ""
+
+
+def _mask(bitmap: bytes) -> int:
+    """Return a bitmap as a number whose bit i is index i."""
+    return int.from_bytes(bitmap, "little")
+
+
+def _named(mask: int) -> str:
+    """Return some of the indices of a mask as text."""
+    indices = [i for i in range(mask.bit_length()) if mask >> i & 1]
+    return f"indices {indices[:8]}" + (f" and {len(indices) - 8} more" if indices[8:] else "")
+
+
+def _first_flags(flags: Iterable[Flag]) -> tuple[Flag, ...]:
+    return tuple(sorted(set(flags))[:MAX_FLAGS])

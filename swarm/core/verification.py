@@ -51,7 +51,7 @@ def refusal_of(candidate: Candidate, founder: Candidate | None, manifest: Manife
     if exact and theirs.numerics != ours.numerics:
         return (
             "numerics fingerprint differs, so exact mode would not be exact: "
-            f"yours is [{theirs.numerics}], the swarm's is [{ours.numerics}]"
+            f"yours is [{_short(theirs.numerics)}], the swarm's is [{_short(ours.numerics)}]"
         )
     shapes = [
         tuple((layer.name, layer.parameter_bytes, layer.output) for layer in each.layers)
@@ -72,25 +72,41 @@ def refusal_of(candidate: Candidate, founder: Candidate | None, manifest: Manife
     return ""
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= 1000 else text[:999] + "…"
+
+
 def check_plan(body: PlanBody, manifest: Manifest) -> None:
     """Check that a plan is well-formed. Raises RemoteProtocolError with the rule and figures."""
-    members = {
-        (record.peer, record.boot)
-        for record in (open_signed(each, PEER_RECORD_PURPOSE, PeerRecord) for each in body.members)
-        if record.run == manifest.run
-    }
+    members = _members_of(body, manifest)
     if not body.stages:
         raise RemoteProtocolError("the plan has no stages")
     _check_ranges(body, manifest)
     working = [member for stage in body.stages for member in stage.replicas]
     if len({member.peer for member in working}) != len(working):
         raise RemoteProtocolError("a peer hosts two stages or two replicas")
-    for member in [*working, *(feeder.member for feeder in body.feeders)]:
+    feeding = [feeder.member for feeder in body.feeders]
+    if len({member.peer for member in feeding}) != len(feeding):
+        raise RemoteProtocolError("a peer is named twice among the feeders")
+    for member in [*working, *feeding]:
         if (member.peer, member.boot) not in members:
             raise RemoteProtocolError(f"{member.peer} has a role and is no member")
     if not body.feeders and not body.halted:
         raise RemoteProtocolError("nobody feeds, and the plan does not halt the run")
     _check_wiring(body)
+
+
+def _members_of(body: PlanBody, manifest: Manifest) -> set[tuple[PeerId, int]]:
+    members = set()
+    for signed in body.members:
+        record = open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord)
+        if record.peer != signed.signer or record.run != manifest.run:
+            raise RemoteProtocolError(
+                f"the record of {record.peer} is signed by {signed.signer}, "
+                f"for run {record.run.hex()[:16]}"
+            )
+        members.add((record.peer, record.boot))
+    return members
 
 
 def _check_ranges(body: PlanBody, manifest: Manifest) -> None:

@@ -1,13 +1,11 @@
-"""Membership and agreement: who is in the swarm, and which plan it works by.
+"""Agreement: which plan the swarm works by, who may join, when the run halts or ends.
 
-Drives `core.agreement`, answers joiners, keeps the leader informed and everybody informed by
-the leader. The leader is the council's only voter. The rule: hard state is on disk before
-anything that relies on it is sent.
+Drives `core.agreement`. The leader is the council's only voter. The rule: hard state is on disk
+before anything that relies on it is sent.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import trio
 
@@ -21,9 +19,6 @@ from protocol.messages import (
     Join,
     JoinAnswer,
     LeaderBeat,
-    MemberView,
-    Ping,
-    Pong,
 )
 from protocol.packing import canonical
 from protocol.records import (
@@ -53,23 +48,17 @@ from swarm.core.verification import check_join, check_plan, refusal_of
 from swarm.errors import NoFeasiblePlan, PeerError
 from swarm.peer.joining import NOT_YET
 from swarm.peer.links import Answer, Links
+from swarm.peer.membership import (
+    HEARTBEAT_SECONDS,
+    LEADER_BEAT_SECONDS,
+    Membership,
+    beat_forever,
+)
 from swarm.ports import Storage
 
 log = logging.getLogger(__name__)
 
 HARD_STATE = "agreement"
-HEARTBEAT_SECONDS = 1.0
-LEADER_BEAT_SECONDS = 0.5
-SUSPICION_SECONDS = 15.0
-
-
-@dataclass
-class _Seen:
-    """What the leader last heard of a member."""
-
-    heartbeat: Heartbeat
-    at: float
-    samples: list[tuple[float, int]] = field(default_factory=list)
 
 
 class Control:
@@ -91,6 +80,7 @@ class Control:
         founder only: how many peers the first plan waits for, and its number of stages."""
         self.manifest = manifest
         self.me = Member(identity.peer, boot)
+        self.members = Membership(links)
         self.beat: LeaderBeat | None = None
         self._storage = storage
         self._links = links
@@ -102,12 +92,9 @@ class Control:
         self.agreement = Agreement(manifest, identity, state)
         self._candidates: dict[PeerId, Candidate] = {}
         self._founder: Candidate | None = None
-        self._seen: dict[PeerId, _Seen] = {}
         self._durable: dict[PeerId, Durable] = {}
-        self._lost: dict[PeerId, str] = {}
+        self._joined = trio.Event()
         self._trouble = ""
-        self._pings: dict[PeerId, tuple[int, float]] = {}
-        self._rtt: dict[PeerId, float] = {}
 
     @property
     def plan(self) -> Plan:
@@ -133,10 +120,15 @@ class Control:
             return ""
         return self._trouble or (self.beat.trouble if self.beat is not None else "")
 
-    # --- membership ------------------------------------------------------------------------
+    # --- joining ---------------------------------------------------------------------------
+
+    def joined(self) -> None:
+        """The leader has taken this peer in."""
+        self._joined.set()
 
     def join_myself(self, candidate: Candidate) -> None:
         """The founder is the first member: all others have to agree with it."""
+        self.joined()
         self._founder = candidate
         self._take_in(candidate)
 
@@ -168,8 +160,7 @@ class Control:
     def _take_in(self, candidate: Candidate) -> None:
         peer = candidate.request.peer
         log.info("joined peer=%s boot=%d", peer, candidate.request.boot)
-        record = open_signed(candidate.record, PEER_RECORD_PURPOSE, PeerRecord)
-        self._links.know(peer, record.addresses)
+        self._links.know_record(open_signed(candidate.record, PEER_RECORD_PURPOSE, PeerRecord))
         self._candidates[peer] = candidate
         for proof in self.agreement.chain_after(candidate.request.epoch):
             self._links.post(peer, Certified(plan=proof))
@@ -233,9 +224,8 @@ class Control:
     def _adopt(self, plan: Plan) -> None:
         log.info("adopted epoch=%d reason=%r", plan.header.epoch, plan.body.reason)
         for signed in plan.body.members:
-            record = open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord)
-            if record.peer != self.me.peer:
-                self._links.know(record.peer, record.addresses)
+            self._links.know_record(open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord))
+        self.members.forget_losses()
         self._on_plan(plan)
 
     def _others(self) -> list[PeerId]:
@@ -281,53 +271,49 @@ class Control:
         if body.stages and not body.halted and not body.ended:
             self._decide(halting_plan(body, reason), from_step=0)
 
-    def lost(self, peer: PeerId, reason: str) -> None:
-        """A link to a peer has ended. Without repair, a lost worker stops training."""
-        self._lost[peer] = reason
-
     # --- heartbeats ------------------------------------------------------------------------
 
     async def run_heartbeats(self, make: Callable[[float, str], Heartbeat]) -> None:
-        """Tell the leader once a second what `make` says of this peer."""
-        while True:
-            heartbeat = make(self._rtt.get(self.leader, 0.0), self._trouble)
-            self._links.post(self.leader, heartbeat)
-            for peer in sorted(self._links.connected()):
-                self._ping(peer)
-            await trio.sleep(HEARTBEAT_SECONDS)
+        """Once this peer has joined, tell the leader every second what `make` says of it."""
+        await self._joined.wait()
 
-    def _ping(self, peer: PeerId) -> None:
-        number = self._pings.get(peer, (0, 0.0))[0] + 1
-        self._pings[peer] = (number, trio.current_time())
-        self._links.post(peer, Ping(number=number))
+        def beat() -> None:
+            self._links.post(
+                self.leader, make(self.members.rtt_seconds(self.leader), self._trouble)
+            )
+            self.members.ping_all()
 
-    def handle_pong(self, sender: PeerId, message: Pong) -> None:
-        """Measure the round trip."""
-        number, sent_at = self._pings.get(sender, (0, 0.0))
-        if message.number == number:
-            self._rtt[sender] = trio.current_time() - sent_at
-
-    def handle_heartbeat(self, sender: PeerId, message: Heartbeat) -> None:
-        """Note what a member says of itself, if this peer leads."""
-        if not self.is_leader or sender not in self._candidates:
-            return
-        now = trio.current_time()
-        seen = self._seen.setdefault(sender, _Seen(message, now))
-        seen.heartbeat, seen.at = message, now
-        seen.samples = [*seen.samples[-10:], (now, message.samples)]
-        self._lost.pop(sender, None)
-        if message.trouble:
-            self._halt(message.trouble)
+        await beat_forever(HEARTBEAT_SECONDS, beat)
 
     async def run_leader_beats(self) -> None:
         """While this peer leads, tell all members what the swarm looks like."""
-        while True:
+
+        def beat() -> None:
             if self.is_leader:
                 self.beat = self._make_beat()
                 for peer in self._others():
                     if peer in self._links.connected():
                         self._links.post(peer, self.beat)
-            await trio.sleep(LEADER_BEAT_SECONDS)
+
+        await beat_forever(LEADER_BEAT_SECONDS, beat)
+
+    def _make_beat(self) -> LeaderBeat:
+        epoch = self.plan.header.epoch
+        missing = self._wait_for_peers - len(self._candidates)
+        return self.members.beat(
+            self.plan.body,
+            epoch=epoch,
+            term=self.agreement.term,
+            waiting_for=max(0, missing) if epoch == 0 else 0,
+            trouble=self._trouble,
+        )
+
+    def handle_heartbeat(self, sender: PeerId, message: Heartbeat) -> None:
+        """Note what a member says of itself, if this peer leads."""
+        if self.is_leader and sender in self._candidates:
+            self.members.heard(sender, message)
+            if message.trouble:
+                self._halt(message.trouble)
 
     def handle_leader_beat(self, sender: PeerId, message: LeaderBeat) -> None:
         """Note what the leader says. Raises RemoteProtocolError if `sender` does not lead."""
@@ -336,69 +322,3 @@ class Control:
         self.beat = message
         if message.epoch > self.plan.header.epoch:
             self._links.start_soon(self.fetch_chain, sender)
-
-    def _make_beat(self) -> LeaderBeat:
-        now = trio.current_time()
-        views = tuple(self._view(peer, seen, now) for peer, seen in sorted(self._seen.items()))
-        losses = [
-            (seen.heartbeat.version, seen.heartbeat.loss)
-            for seen in self._seen.values()
-            if seen.heartbeat.loss is not None
-        ]
-        working = self._workers()
-        return LeaderBeat(
-            epoch=self.plan.header.epoch,
-            term=self.agreement.term,
-            members=views,
-            waiting_for=max(0, self._wait_for_peers - len(self._candidates))
-            if self.plan.header.epoch == 0
-            else 0,
-            version=min((view.version for view in views if view.peer in working), default=0),
-            loss=max(losses, key=lambda pair: pair[0])[1] if losses else None,
-            samples_per_second=self._samples_per_second(),
-            trouble=self._current_trouble(now),
-        )
-
-    def _view(self, peer: PeerId, seen: _Seen, now: float) -> MemberView:
-        beat = seen.heartbeat
-        return MemberView(
-            peer=peer,
-            boot=beat.boot,
-            address=self._links.address_of(peer),
-            state=beat.state,
-            stage=beat.stage,
-            version=beat.version,
-            ledger_size=beat.ledger_size,
-            queue_length=beat.queue_length,
-            silent_seconds=now - seen.at,
-            rtt_seconds=beat.rtt_seconds,
-            compute_seconds=beat.compute_seconds,
-            traffic=beat.traffic,
-        )
-
-    def _workers(self) -> frozenset[PeerId]:
-        return frozenset(
-            member.peer for stage in self.plan.body.stages for member in stage.replicas
-        )
-
-    def _samples_per_second(self) -> float:
-        """Return the rate of the last stage group over the last heartbeats."""
-        if not self.plan.body.stages:
-            return 0.0
-        rate = 0.0
-        for peer in replicas_of(self.plan.body, len(self.plan.body.stages) - 1):
-            samples = self._seen[peer].samples if peer in self._seen else []
-            if len(samples) > 1 and samples[-1][0] > samples[0][0]:
-                rate += (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
-        return rate
-
-    def _current_trouble(self, now: float) -> str:
-        if self._trouble or self.plan.body.ended or not self.plan.body.stages:
-            return self._trouble
-        for peer in sorted(self._workers()):
-            if peer in self._lost and peer not in self._links.connected():
-                return f"{peer} is lost ({self._lost[peer]}) and nobody replaces it"
-            seen = self._seen.get(peer)
-            if seen is not None and now - seen.at > SUSPICION_SECONDS:
-                return f"{peer} has been silent for {now - seen.at:.0f} s and nobody replaces it"
-        return ""

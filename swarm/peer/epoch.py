@@ -26,6 +26,8 @@ from protocol.messages import (
     Resume,
     StartReduction,
     Totals,
+)
+from protocol.messages import (
     Training as TrainingMessage,
 )
 from protocol.records import Member, Training
@@ -115,6 +117,10 @@ class Epoch:
         tensors = [self._shape.input.nbytes, *(s.output.nbytes for s in self.plan.body.stages)]
         gradients = [8 * bucket.elements for bucket in buckets(self._shape, self._ranges)]
         return max(max(tensors) + self._shape.target.nbytes, *gradients)
+
+    def works_by(self, fence: Fence) -> bool:
+        """Return whether a message with this fence was said under this plan."""
+        return (fence.generation, fence.epoch) == (self.fence.generation, self.fence.epoch)
 
     # --- what arrives ------------------------------------------------------------------------
 

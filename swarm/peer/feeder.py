@@ -163,5 +163,3 @@ class Feeder:
 
     def _wake(self) -> None:
         self._moved.set()
-
-

@@ -5,6 +5,7 @@ say; whoever says something first dials. Both directions use them. The rule: wha
 wrong ends the link and is logged; what we do wrong ends the daemon.
 """
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -27,7 +28,7 @@ from protocol.messages import (
     Request,
     Traffic,
 )
-from protocol.records import RunId
+from protocol.records import PeerRecord, RunId
 from protocol.signing import PeerId
 from swarm.errors import PeerError, PeerRefused, PeerUnreachable
 from swarm.ports import Buffer, ByteStream, Transport
@@ -122,6 +123,7 @@ class Link:
         self._outbox: list[_Queued] = []
         self._numbers = itertools.count()
         self._work = trio.Event()
+        self._said_goodbye = trio.Event()
         self._waiting: dict[int, trio.MemorySendChannel[Received]] = {}
 
     async def open(self) -> None:
@@ -185,6 +187,8 @@ class Link:
             theirs, ours = group.split((PeerError, RemoteProtocolError))
             if ours is not None or theirs is None:
                 raise
+            if self._said_goodbye.is_set():
+                return
             fault = _only(theirs)
             if isinstance(fault, RemoteProtocolError):
                 await self.refuse(str(fault))
@@ -198,20 +202,25 @@ class Link:
     async def refuse(self, fault: str) -> None:
         """Say Goodbye with the other side's fault, if that is still possible."""
         with trio.move_on_after(GOODBYE_SECONDS, shield=True):
-            try:
+            with contextlib.suppress(PeerError):  # it is gone: nothing is left to be said
                 await self._stream.send_all(self.connection.refuse(fault))
-            except PeerError:
-                pass  # it is gone: nothing is left to be said
         await self._stream.aclose()
 
     async def say_goodbye(self) -> None:
-        """Close on purpose."""
-        await self.refuse("")
+        """Close on purpose, after the frame that is being sent."""
+        with trio.move_on_after(GOODBYE_SECONDS), contextlib.suppress(PeerUnreachable):
+            self.post(Goodbye())
+            await self._said_goodbye.wait()
+        self._said_goodbye.set()
+        await self._stream.aclose()
 
     async def _write(self) -> None:
         while True:
             while self._outbox:
-                await self._write_one(heapq.heappop(self._outbox))
+                queued = heapq.heappop(self._outbox)
+                await self._write_one(queued)
+                if isinstance(queued.message, Goodbye):
+                    return self._said_goodbye.set()
             self._work = trio.Event()
             await self._work.wait()
 
@@ -255,7 +264,7 @@ class Link:
 
     async def _dispatch(self, received: Received) -> None:
         message = received.message
-        self._traffic.received(message, payload_bytes_of(message) or 1)
+        self._traffic.received(message, received.frame_bytes)
         if isinstance(message, Goodbye):
             if message.fault:
                 raise PeerRefused(self.peer, message.fault)
@@ -282,6 +291,7 @@ class Links:
         self._boot = boot
         self._receiver = receiver
         self._addresses: dict[PeerId, tuple[str, ...]] = {}
+        self._records: dict[PeerId, tuple[int, int]] = {}
         self._open: dict[tuple[PeerId, Channel], list[Link]] = {}
         self._dialling: dict[tuple[PeerId, Channel], list[tuple[Message, Sequence[Buffer]]]] = {}
         self._request_ids = itertools.count(1)
@@ -299,6 +309,13 @@ class Links:
     def know(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Note where a peer can be reached."""
         self._addresses[peer] = tuple(addresses)
+
+    def know_record(self, record: PeerRecord) -> None:
+        """Note what a peer has signed about where it is, if it is the newest of the kind."""
+        age = (record.boot, record.sequence)
+        if record.peer != self.me and age > self._records.get(record.peer, (0, 0)):
+            self._records[record.peer] = age
+            self._addresses[record.peer] = record.addresses
 
     def address_of(self, peer: PeerId) -> str:
         """Return the first known address of a peer, or ""."""

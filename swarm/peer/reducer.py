@@ -200,9 +200,7 @@ def shards_of(role: Role, shape: ModelShape) -> dict[tuple[int, int], Shard]:
 
 def _shards_of_bucket(role: Role, bucket: Bucket) -> list[Shard]:
     owner_stage = role.body.stages[bucket.stages[0]]
-    contributors = tuple(
-        peer for stage in bucket.stages for peer in replicas_of(role.body, stage)
-    )
+    contributors = tuple(peer for stage in bucket.stages for peer in replicas_of(role.body, stage))
     bounds = shard_bounds(bucket.elements, owner_stage.shares)
     return [
         Shard(bucket.index, number, member.peer, start, stop, contributors)

@@ -21,6 +21,7 @@ from swarm.ports import Buffer, Checkpoints
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 * 1024 * 1024
+MAX_LAYER_BYTES = 1 << 38
 
 
 async def serve_state(checkpoints: Checkpoints, message: GetState, answer: Answer) -> None:
@@ -81,7 +82,9 @@ async def _one_layer(
             else:
                 data = await _download(links, donor, version, layer)
         except (PeerError, HomeError) as fault:
-            faults.append(f"{donor}  {fault.what if isinstance(fault, HomeError) else fault.reason}")
+            faults.append(
+                f"{donor}  {fault.what if isinstance(fault, HomeError) else fault.reason}"
+            )
             continue
         if hashlib.sha256(data).digest() == wanted:
             return data, donor
@@ -94,23 +97,35 @@ async def _one_layer(
 
 
 async def _download(links: Links, donor: PeerId, version: int, layer: int) -> Buffer:
-    data: Buffer | None = None
+    first, total = await _piece(links, donor, version, layer, 0)
+    if total > MAX_LAYER_BYTES:
+        raise PeerRefused(donor, f"claims that layer {layer} has {total} bytes")
+    data = numpy.empty(total, dtype=numpy.uint8).data
     done = 0
-    while data is None or done < len(data):
-        received = await links.request(
-            donor,
-            lambda number: GetState(  # noqa: B023 - called before `done` changes
-                id=number, version=version, layer=layer, offset=done, length=CHUNK_BYTES
-            ),
-        )
-        chunk = received.message
-        if not isinstance(chunk, StateChunk) or chunk.refusal or not len(received.payload):
-            reason = chunk.refusal if isinstance(chunk, StateChunk) else type(chunk).__name__
-            raise PeerRefused(donor, reason or "sent an empty piece")
-        if data is None:
-            data = numpy.empty(chunk.total, dtype=numpy.uint8).data
-        if done + len(received.payload) > len(data):
+    piece = first
+    while True:
+        if done + len(piece) > total:
             raise PeerRefused(donor, "sent more than the layer has")
-        data[done : done + len(received.payload)] = received.payload
-        done += len(received.payload)
-    return data
+        data[done : done + len(piece)] = piece
+        done += len(piece)
+        if done == total:
+            return data
+        piece, _ = await _piece(links, donor, version, layer, done)
+
+
+async def _piece(
+    links: Links, donor: PeerId, version: int, layer: int, offset: int
+) -> tuple[Buffer, int]:
+    """Return a piece of a layer and the size of the whole."""
+    received = await links.request(
+        donor,
+        lambda number: GetState(
+            id=number, version=version, layer=layer, offset=offset, length=CHUNK_BYTES
+        ),
+    )
+    chunk = received.message
+    if not isinstance(chunk, StateChunk):
+        raise PeerRefused(donor, f"answered GetState with {type(chunk).__name__}")
+    if chunk.refusal or not len(received.payload):
+        raise PeerRefused(donor, chunk.refusal or "sent an empty piece")
+    return received.payload, chunk.total

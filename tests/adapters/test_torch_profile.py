@@ -1,0 +1,73 @@
+"""What a peer measures: shapes, seconds, and the fingerprint of its numerics."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from protocol.records import TensorSpec, Training
+from swarm.adapters.torch_stage import TorchStage
+from tests.adapters.torch_swarm import GPT, PICTURES, execution
+
+CHILD = """
+import sys
+import msgspec
+from protocol.records import Training
+from swarm.adapters.torch_stage import TorchStage
+training = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Training)
+print(TorchStage(training).profile().numerics)
+"""
+
+
+def fingerprint_elsewhere(training: Training) -> str:
+    encoded = msgspec.msgpack.encode(training).hex()
+    command = [sys.executable, "-c", CHILD, encoded]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("training", [GPT, PICTURES], ids=lambda training: training.name)
+def test_fingerprints_are_equal_in_every_process(training: Training) -> None:
+    here = TorchStage(training).profile().numerics
+    assert fingerprint_elsewhere(training) == here
+    assert TorchStage(training).profile().numerics == here
+
+
+def test_fingerprints_tell_settings_apart() -> None:
+    training = GPT
+    one = TorchStage(training).profile().numerics
+    two = TorchStage(training, threads=2).profile().numerics
+    seed = TorchStage(msgspec.structs.replace(training, seed=9)).profile().numerics
+    standard = TorchStage(execution(training, determinism="standard")).profile().numerics
+    assert len({one, two, seed, standard}) == 4
+    facts, digest = one.rsplit(" sha256=", 1)
+    assert "torch=" in facts and "device=cpu" in facts and " threads=1 determinism=exact" in facts
+    assert len(bytes.fromhex(digest)) == 32
+    assert one.rsplit("=", 1)[1] != seed.rsplit("=", 1)[1]
+
+
+def test_the_shape_of_the_model() -> None:
+    profile = TorchStage(GPT).profile()
+    shape = profile.shape
+    assert [layer.name for layer in shape.layers] == ["embed", "block0", "block1", "head"]
+    assert shape.input == shape.target == TensorSpec("int64", (2, 8))
+    hidden = TensorSpec("float32", (2, 8, 16))
+    outputs = [layer.output for layer in shape.layers]
+    assert outputs == [hidden, hidden, hidden, TensorSpec("float32", (2, 8, 32))]
+    (project,) = [use for use in shape.layers[3].tensors if use.name == "head.project.weight"]
+    assert (project.elements, project.tied_to) == (32 * 16, "embed.token.weight")
+    assert [layer.name for layer in profile.layers] == [layer.name for layer in shape.layers]
+    assert [layer.output for layer in profile.layers] == outputs
+    for measured, layer in zip(profile.layers, shape.layers, strict=True):
+        assert measured.forward_seconds > 0 and measured.backward_seconds > 0
+        assert measured.parameter_bytes == 4 * sum(use.elements for use in layer.tensors)
+    assert profile.memory_bytes > 2**28
+
+
+def test_building_finds_the_same_shape_as_profiling() -> None:
+    profiled, built = TorchStage(PICTURES), TorchStage(PICTURES)
+    root = built.build([(0, 2), (2, 5)], 1)
+    assert profiled.profile().shape == built.shape
+    assert profiled.build([(0, 2), (2, 5)], 1) == root
+    assert profiled.build([(0, 2), (2, 5)], 0) != root
+    assert profiled.build([(0, 2), (2, 5)], 1) == root
