@@ -1,8 +1,8 @@
 """A sans-IO connection: bytes in, messages out, and the order in which things may be said.
 
 The rule: each side says Hello first and Goodbye last; every Reply answers one open Request.
-Payload bytes are copied once, from what the stream delivered into memory that the caller
-allocated after it saw (and checked) the message they belong to.
+Payload bytes go into memory that the caller allocated after it saw (and checked) the message
+they belong to: copied once from what the stream delivered, or put there by the stream itself.
 """
 
 from collections.abc import Callable
@@ -148,6 +148,19 @@ class Connection:
                 if len(self._head) < PREFIX_BYTES:
                     return done
                 self._begin_header()
+
+    @property
+    def awaited_payload(self) -> memoryview:
+        """Return the memory for what is still missing of a payload; empty where nothing is.
+
+        A stream may fill it from its start instead of `receive_data`, and say so to
+        `receive_filled`."""
+        return self._payload[self._filled :]
+
+    def receive_filled(self, count: int) -> list[Received]:
+        """Note that `awaited_payload` holds `count` more bytes; return as `receive_data` does."""
+        self._filled += count
+        return [self._end_frame()] if self._filled == len(self._payload) else []
 
     def receive_end(self) -> None:
         """Note that the stream has ended. Raises RemoteProtocolError if inside a frame."""

@@ -39,6 +39,7 @@ from protocol.records import (
 )
 from protocol.signing import Identity, PeerId
 from swarm.core.agreement import Plan
+from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
 from swarm.core.planning import Candidate
 from swarm.errors import JoinError, PeerError
@@ -74,7 +75,8 @@ class Outside:
     executor: StageExecutor
     source: DataSource | None
     """None where this peer has no data to feed."""
-    start_dht: Callable[[], Awaitable[Dht]]
+    start_dht: Callable[[tuple[str, ...]], Awaitable[Dht]]
+    """Starts the DHT node, given multiaddresses of other members' nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class Daemon:
         async with trio.open_nursery() as nursery:
             self.listen = await nursery.start(self._listen)
             self._links.know(self.me.peer, self.addresses())
-            self._dht = await self._outside.start_dht()
+            self._dht = await self._outside.start_dht(self.control.dht_addresses())
             try:
                 ready(self.listen)
                 nursery.start_soon(self._publish, self._dht)
@@ -387,7 +389,7 @@ class Daemon:
             stage=epoch.role.stage if epoch is not None and epoch.role is not None else -1,
             version=epoch.version if epoch is not None else 0,
             loss=epoch.loss if epoch is not None else None,
-            ledger_size=len(self._outside.executor.ledger),
+            ledger_size=len(self.ledger),
             queue_length=epoch.queue_length if epoch is not None else 0,
             samples=self._samples_before + (epoch.samples if epoch is not None else 0),
             compute_seconds=self._outside.executor.compute_seconds,
@@ -411,6 +413,11 @@ class Daemon:
                 "peers_found": [record.peer for record in self._found],
             },
         )
+
+    @property
+    def ledger(self) -> Ledger:
+        """Return the ledger of the step in hand."""
+        return self._outside.executor.ledger
 
     def addresses(self) -> tuple[str, ...]:
         """Return the HOST:PORTs under which others reach this peer."""

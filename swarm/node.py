@@ -18,11 +18,13 @@ from swarm.adapters.durable import write_file_durably
 from swarm.adapters.tls import TlsTransport
 from swarm.config import PeerSettings
 from swarm.daemon import Daemon, Outside, Settings
-from swarm.errors import DataError, ExportError, HomeError, SwarmError
+from swarm.errors import DataError, DhtError, ExportError, HomeError, SwarmError
 from swarm.homes import Overrides, bootstrap_addresses, invitation_of
 from swarm.ports import Buffer, DataSource, Dht
 
 log = logging.getLogger(__name__)
+
+DHT_PORT = "dht-port"
 
 
 class DiskCheckpoints:
@@ -49,6 +51,8 @@ class Node:
         """Put together the peer of `home`; counts one more start of it.
 
         Raises ConfigError, ModelError, DataError, HomeError for what is wrong with it."""
+        # torch's compiler makes this folder as soon as an optimiser exists, by default in /tmp.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home.folder / "torch-cache"))
         # Imported here: torch takes seconds, and other commands do not need it.
         from swarm.adapters.torch_executor import ThreadedExecutor
         from swarm.adapters.torch_stage import TorchStage
@@ -74,7 +78,7 @@ class Node:
                 checkpoints=DiskCheckpoints(home.checkpoints),
                 executor=self._executor,
                 source=source,
-                start_dht=lambda: _start_dht(home, settings, dht_peers),
+                start_dht=lambda members: _start_dht(home, settings, (*dht_peers, *members)),
             ),
             settings=Settings(
                 addresses=addresses,
@@ -98,8 +102,12 @@ class Node:
                 await self.daemon.run(ready=ready)
                 nursery.cancel_scope.cancel()
         finally:
-            with trio.CancelScope(shield=True):
-                await self._executor.aclose()
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop the executor's thread, after the task that it computes."""
+        with trio.CancelScope(shield=True):
+            await self._executor.aclose()
 
 
 def advertised_hosts(settings: PeerSettings) -> tuple[str, ...]:
@@ -128,16 +136,24 @@ def _transport(home: Home, settings: PeerSettings) -> TlsTransport:
 
 
 async def _start_dht(home: Home, settings: PeerSettings, peers: tuple[str, ...]) -> Dht:
+    """Start the DHT node, at the port that it had last time if that is free: others know it."""
     from swarm.adapters.hivemind_dht import HivemindDht
 
-    return await HivemindDht.start(
-        home.identity(),
-        home.swarm_key(),
-        home.run_id(),
-        _host_of(settings.listen),
-        peers,
-        home.folder,
-    )
+    async def start(port: int) -> HivemindDht:
+        host = _host_of(settings.listen)
+        keys = home.identity(), home.swarm_key(), home.run_id()
+        return await HivemindDht.start(*keys, host, peers, home.folder, listen_port=port)
+
+    saved = home.storage.load(DHT_PORT)
+    try:
+        dht = await start(int(saved) if saved is not None else 0)
+    except DhtError:
+        if saved is None:
+            raise
+        dht = await start(0)
+    port = dht.addresses[0].split("/")[4]
+    home.storage.save(DHT_PORT, port.encode())
+    return dht
 
 
 def _open_data(training: Training, data_dir: Path, *, required: bool) -> DataSource | None:

@@ -1,6 +1,8 @@
 """What a person sees: progress, status tables, the reference's progress and hash."""
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -104,6 +106,7 @@ def print_status(status: dict[str, Any]) -> None:
 
 def run_reference_command(training: Training, data_dir: Path, device: str, out: Path | None) -> int:
     """Train in this one process, print the SHA-256 of the exported weights."""
+    # Imported here: torch takes seconds, and other commands do not need it.
     from swarm.adapters.datasets import open_source
     from swarm.adapters.durable import write_file_durably
     from swarm.adapters.reference import run_reference
@@ -128,7 +131,10 @@ def run_reference_command(training: Training, data_dir: Path, device: str, out: 
         def show(step: int, loss: float | None) -> None:
             progress.show(step, "loss -" if loss is None else f"loss {loss:.4f}")
 
-        exported = run_reference(training, source, ids, show, device)
+        with tempfile.TemporaryDirectory(prefix="swarm-reference-") as scratch:
+            # torch's compiler makes this folder as soon as an optimiser exists.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", scratch)
+            exported = run_reference(training, source, ids, show, device)
     if out is not None:
         write_file_durably(out, exported)
     print(f"{weights_hash(exported)}  {out if out is not None else 'reference'}")

@@ -46,6 +46,7 @@ async def computing() -> AsyncIterator[Computed]:
         async def compute() -> None:
             begun = time.perf_counter()
             for index in range(MICROBATCHES):
+                await trio.lowlevel.checkpoint()  # a task of the executor is none
                 await executor.turn(Microbatch(0, index), data, data, tokens.size)
                 computed.microbatches = index + 1
                 computed.seconds = time.perf_counter() - begun

@@ -85,7 +85,7 @@ async def _main(folder: Path) -> None:
             addresses = {
                 "link": await nursery.start(end.run),
                 "trio": await nursery.start(serve_trio_tls, folder),
-                "hivemind": await serve_hivemind(thread),
+                "hivemind": await nursery.start(serve_hivemind, thread),
             }
             print(json.dumps(addresses), flush=True)
             await _obey()

@@ -7,6 +7,7 @@ and nothing is measured that a user of it would not get. A message is a header a
 """
 
 import itertools
+import logging
 import socket
 import ssl
 import struct
@@ -28,6 +29,8 @@ from swarm.adapters.certificates import configure
 from swarm.adapters.tls import TlsTransport, parse_address
 from swarm.peer.links import Answer, Links
 from swarm.ports import Buffer
+
+log = logging.getLogger(__name__)
 
 NEAR = Identity.from_seed(sha256(b"near"))
 FAR = Identity.from_seed(sha256(b"far"))
@@ -124,7 +127,8 @@ class LinkEnd:
                 self._pongs.pop(number).set()
 
     def lost(self, peer: PeerId, reason: str) -> None:
-        """Nothing is lost here but at the end."""
+        """Note it: whoever waits for an answer would wait for ever."""
+        log.error("link lost reason=%r", reason)
 
 
 # --- bare trio TLS -----------------------------------------------------------------------------
@@ -209,8 +213,9 @@ class HivemindStream:
 
     name = "hivemind P2P stream"
 
-    def __init__(self, thread: AsyncioThread, reader: Any, writer: Any) -> None:
+    def __init__(self, thread: AsyncioThread, p2p: Any, reader: Any, writer: Any) -> None:
         self._thread = thread
+        self._p2p = p2p
         self._reader = reader
         self._writer = writer
 
@@ -221,10 +226,15 @@ class HivemindStream:
         async def connect() -> Any:
             p2p = await _p2p(addresses)
             (far,) = [each.peer_id for each in await p2p.list_peers()]
-            return await p2p.call_binary_stream_handler(far, "bench")
+            return p2p, *await p2p.call_binary_stream_handler(far, "bench")
 
-        _, reader, writer = await _result(thread, connect())
-        return cls(thread, reader, writer)
+        p2p, _, reader, writer = await _result(thread, connect())
+        return cls(thread, p2p, reader, writer)
+
+    async def aclose(self) -> None:
+        """End the stream and the daemon."""
+        self._writer.close()
+        await _result(self._thread, self._p2p.shutdown())
 
     async def exchange(self, size: int, count: int) -> float:
         """Send messages (Way.exchange); the clock runs in asyncio's thread."""
@@ -243,13 +253,16 @@ class HivemindStream:
         return seconds
 
 
-async def serve_hivemind(thread: AsyncioThread) -> list[str]:
-    """Start a far end, which lives as long as the thread; return its addresses."""
+async def serve_hivemind(
+    thread: AsyncioThread, task_status: trio.TaskStatus[list[str]]
+) -> None:
+    """Be the far end until cancelled; give the addresses."""
 
     async def handle(info: Any, reader: Any, writer: Any) -> None:
         buffer = memoryview(bytearray(LARGEST_BYTES))
-        while True:
-            size, wish = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+        while head := await reader.read(_HEADER.size):
+            head += await reader.readexactly(_HEADER.size - len(head))
+            size, wish = _HEADER.unpack(head)
             filled = 0
             while filled < size:
                 data = await reader.read(size - filled)
@@ -259,13 +272,18 @@ async def serve_hivemind(thread: AsyncioThread) -> list[str]:
                 writer.write(_HEADER.pack(0, ANSWER))
                 await writer.drain()
 
-    async def start() -> list[str]:
+    async def start() -> Any:
         p2p = await _p2p(())
         await p2p.add_binary_stream_handler("bench", handle)
-        return [str(address) for address in await p2p.get_visible_maddrs()]
+        return p2p, [str(address) for address in await p2p.get_visible_maddrs()]
 
-    started: list[str] = await _result(thread, start())
-    return started
+    p2p, addresses = await _result(thread, start())
+    try:
+        task_status.started(addresses)
+        await trio.sleep_forever()
+    finally:
+        with trio.CancelScope(shield=True):
+            await _result(thread, p2p.shutdown())
 
 
 async def _p2p(addresses: Sequence[str]) -> Any:

@@ -65,13 +65,15 @@ async def _compare(end: LinkEnd, far: Far, folder: Path, repetitions: int) -> Ti
         ways: list[Way] = [end]
         for name, piece in TRIO_PIECES.items():
             ways.append(await TrioTls.connect(name, far.addresses["trio"], folder, piece))
-        ways.append(await HivemindStream.connect(thread, far.addresses["hivemind"]))
+        hivemind = await HivemindStream.connect(thread, far.addresses["hivemind"])
+        ways.append(hivemind)
         for size in MESSAGES:
             for way in ways:  # the first messages find windows closed and memory cold
                 await way.exchange(size, 2)
             for _ in range(repetitions):
                 for way in ways:
                     await _repeat(way, size, times)
+        await hivemind.aclose()
     finally:
         await thread.aclose()
     return times

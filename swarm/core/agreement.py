@@ -83,13 +83,16 @@ class Agreement:
     """What one peer knows of the chain of plans, and its vote."""
 
     def __init__(self, manifest: Manifest, identity: Identity, state: HardState) -> None:
-        """Start from the hard state. Raises RemoteProtocolError if its chain does not verify."""
+        """Start from the hard state. Raises RemoteProtocolError if it does not verify."""
         self._identity = identity
         self._run = manifest.run
         self._state = state
         self._newest = genesis(manifest)
         for proof in state.chain:
             self._newest = check_certificate(proof, self._newest, self._run)
+        if state.accepted is not None:
+            _check_follows(state.accepted, self._newest.header, self._run)
+            decode_record(state.accepted.body, PlanBody)
 
     @property
     def newest(self) -> Plan:
@@ -201,12 +204,19 @@ def check_certificate(proof: CertifiedPlan, predecessor: Plan, run: bytes) -> Pl
 
     Raises RemoteProtocolError with the rule that does not hold.
     """
-    header = decode_record(proof.header, PlanHeader)
     before = predecessor.header
+    header = _check_follows(proof, before, run)
     if proof.certificate is None:
         raise RemoteProtocolError(f"plan of epoch {header.epoch} has no certificate")
-    ballot = decode_record(proof.certificate.ballot, Ballot)
+    _check_ballot(decode_record(proof.certificate.ballot, Ballot), header, before)
+    _check_majority(proof.certificate, before.council, header.epoch)
+    return Plan(header, decode_record(proof.body, PlanBody), proof)
+
+
+def _check_follows(proof: CertifiedPlan, before: PlanHeader, run: bytes) -> PlanHeader:
+    header = decode_record(proof.header, PlanHeader)
     rules = {
+        "its header is in the canonical encoding": canonical(header) == proof.header,
         "the plan is of this run": header.run == run,
         "its generation is its predecessor's": header.generation == before.generation,
         "its epoch follows its predecessor's": header.epoch == before.epoch + 1,
@@ -214,18 +224,28 @@ def check_certificate(proof: CertifiedPlan, predecessor: Plan, run: bytes) -> Pl
         "its body is the one that the header names": header.body_hash == sha256(proof.body),
         "it has a council": bool(header.council),
         "its council names nobody twice": len(set(header.council)) == len(header.council),
-        "the ballot is of this run": ballot.run == run,
+        "it is not a genesis": header.kind != "genesis",
+    }
+    _check_rules(rules, f"plan of epoch {header.epoch}")
+    return header
+
+
+def _check_ballot(ballot: Ballot, header: PlanHeader, before: PlanHeader) -> None:
+    rules = {
+        "the ballot is of this run": ballot.run == header.run,
         "the ballot is of this generation": ballot.generation == header.generation,
         "the ballot is of this epoch": ballot.epoch == header.epoch,
-        "the ballot names this header": ballot.header_hash == sha256(proof.header),
+        "the ballot names this header": ballot.header_hash == header.hash,
         "the ballot names the council that decides": ballot.council_hash
         == council_hash(before.council),
     }
+    _check_rules(rules, f"certificate of epoch {header.epoch}")
+
+
+def _check_rules(rules: dict[str, bool], what: str) -> None:
     for rule, holds in rules.items():
         if not holds:
-            raise RemoteProtocolError(f"certificate of epoch {header.epoch}: not so: {rule}")
-    _check_majority(proof.certificate, before.council, header.epoch)
-    return Plan(header, decode_record(proof.body, PlanBody), proof)
+            raise RemoteProtocolError(f"{what}: not so: {rule}")
 
 
 def _check_majority(certificate: Certificate, council: tuple[PeerId, ...], epoch: int) -> None:

@@ -136,7 +136,7 @@ def _check_wiring(body: PlanBody) -> None:
         if len(matrix) != count or any(len(row) != targets for row in matrix):
             raise RemoteProtocolError(f"wiring into stage {number} is not {count} x {targets}")
         for row in matrix:
-            if abs(sum(row) - 1) > 1e-9:
+            if not abs(sum(row) - 1) <= 1e-9:  # so that NaN is refused
                 raise RemoteProtocolError(
                     f"wiring of a source of stage {number} sums to {sum(row)}"
                 )

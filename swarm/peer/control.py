@@ -93,7 +93,7 @@ class Control:
         self._candidates: dict[PeerId, Candidate] = {}
         self._founder: Candidate | None = None
         self._durable: dict[PeerId, Durable] = {}
-        self._joined = trio.Event()
+        self.joined_event = trio.Event()
         self._trouble = ""
 
     @property
@@ -120,11 +120,24 @@ class Control:
             return ""
         return self._trouble or (self.beat.trouble if self.beat is not None else "")
 
+    def dht_addresses(self) -> tuple[str, ...]:
+        """Return where the DHT nodes of the plan's other members were."""
+        records = [
+            open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord)
+            for signed in self.plan.body.members
+        ]
+        return tuple(
+            address
+            for record in records
+            if record.peer != self.me.peer
+            for address in record.dht_addresses
+        )
+
     # --- joining ---------------------------------------------------------------------------
 
     def joined(self) -> None:
         """The leader has taken this peer in."""
-        self._joined.set()
+        self.joined_event.set()
 
     def join_myself(self, candidate: Candidate) -> None:
         """The founder is the first member: all others have to agree with it."""
@@ -275,7 +288,7 @@ class Control:
 
     async def run_heartbeats(self, make: Callable[[float, str], Heartbeat]) -> None:
         """Once this peer has joined, tell the leader every second what `make` says of it."""
-        await self._joined.wait()
+        await self.joined_event.wait()
 
         def beat() -> None:
             self._links.post(

@@ -36,6 +36,8 @@ from swarm.ports import Buffer, ByteStream, Transport
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 256 * 1024
+LARGE_PAYLOAD_BYTES = 64 * 1024
+"""While so much of a payload is missing, the stream writes straight into its memory."""
 SMALL_PAYLOAD_BYTES = 4096
 """Payloads up to this size are copied behind their header: one write instead of two."""
 REQUEST_SECONDS = 20.0
@@ -241,11 +243,7 @@ class Link:
     async def _read(self) -> None:
         begun: float | None = None
         while not self.connection.said_goodbye:
-            data = await self._receive(begun)
-            if not data:
-                self.connection.receive_end()
-                raise PeerUnreachable(self.peer, "closed the connection")
-            for received in self.connection.receive_data(data):
+            for received in await self._receive_in_time(begun):
                 begun = None
                 await self._dispatch(received)
             if self.connection.mid_frame_bytes is None:
@@ -253,14 +251,27 @@ class Link:
             elif begun is None:
                 begun = trio.current_time()
 
-    async def _receive(self, begun: float | None) -> bytes:
+    async def _receive_in_time(self, begun: float | None) -> list[Received]:
         size = self.connection.mid_frame_bytes
         if begun is None or size is None:
-            return await self._stream.receive_some(RECEIVE_BYTES)
+            return await self._receive()
         deadline = begun + FRAME_GRACE_SECONDS + size / MIN_BYTES_PER_SECOND
         with trio.move_on_at(deadline):
-            return await self._stream.receive_some(RECEIVE_BYTES)
+            return await self._receive()
         raise RemoteProtocolError(f"a frame of {size} bytes did not arrive in time")
+
+    async def _receive(self) -> list[Received]:
+        payload = self.connection.awaited_payload
+        if len(payload) >= LARGE_PAYLOAD_BYTES:
+            count = await self._stream.receive_into(payload)
+            if count:
+                return self.connection.receive_filled(count)
+        else:
+            data = await self._stream.receive_some(RECEIVE_BYTES)
+            if data:
+                return self.connection.receive_data(data)
+        self.connection.receive_end()
+        raise PeerUnreachable(self.peer, "closed the connection")
 
     async def _dispatch(self, received: Received) -> None:
         message = received.message
@@ -304,7 +315,10 @@ class Links:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._serve_self)
-            await self._transport.serve(self._accept, started=started)
+            try:
+                await self._transport.serve(self._accept, started=started)
+            finally:
+                self._nursery = None
 
     def know(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Note where a peer can be reached."""
@@ -347,8 +361,7 @@ class Links:
             self._dialling[key].append((message, payloads))
         else:
             self._dialling[key] = [(message, payloads)]
-            assert self._nursery is not None
-            self._nursery.start_soon(self._dial_and_serve, peer, channel)
+            self.start_soon(self._dial_and_serve, peer, channel)
 
     async def request(self, peer: PeerId, message: Callable[[int], Request]) -> Received:
         """Send the request that `message` makes from an id; return its reply.
@@ -365,8 +378,7 @@ class Links:
         Raises PeerUnreachable or PeerRefused."""
         link = await self._open_link(address, None, "bulk")
         self.know(link.peer, (address,))
-        assert self._nursery is not None
-        self._nursery.start_soon(self._serve, link, "bulk")
+        self.start_soon(self._serve, link, "bulk")
         return link.peer
 
     async def reach(self, peer: PeerId) -> PeerId:
@@ -378,9 +390,11 @@ class Links:
         return peer
 
     def start_soon(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
-        """Run something that talks to a peer beside the links, until it ends or they do."""
-        assert self._nursery is not None
-        self._nursery.start_soon(function, *args)
+        """Run something that talks to a peer beside the links, until it ends or they do.
+
+        When this peer is leaving, nothing begins any more."""
+        if self._nursery is not None:
+            self._nursery.start_soon(function, *args)
 
     async def say_goodbye(self) -> None:
         """Close all links on purpose; bounded in time."""
@@ -413,8 +427,7 @@ class Links:
                 faults = [*faults[1:], f"{address} {fault.reason}"]
                 continue
             if serve:
-                assert self._nursery is not None
-                self._nursery.start_soon(self._serve, link, channel)
+                self.start_soon(self._serve, link, channel)
             return link
         raise PeerUnreachable(peer, "; ".join(faults))
 

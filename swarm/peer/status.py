@@ -3,7 +3,7 @@
 Fields are documented in docs/cli.md.
 """
 
-from protocol.messages import MemberView, Traffic
+from protocol.messages import LeaderBeat, MemberView, Traffic
 from protocol.records import PlanBody
 from swarm.peer.control import Control
 from swarm.peer.epoch import Epoch
@@ -35,8 +35,8 @@ def status_of(
         "trouble": control.trouble,
         "waiting_for_peers": beat.waiting_for if beat is not None else None,
         "steps": training.steps,
-        "version": beat.version if beat is not None else 0,
-        "loss": beat.loss if beat is not None else None,
+        "version": _version(plan.body, beat),
+        "loss": _loss(beat, epoch),
         "samples_per_second": beat.samples_per_second if beat is not None else 0.0,
         "plan_reason": plan.body.reason,
         "predicted_step_seconds": plan.body.step_seconds,
@@ -66,6 +66,21 @@ def _phase(body: PlanBody, phase: str, control: Control) -> str:
     if control.trouble:
         return "stalled"
     return "training" if body.stages else phase
+
+
+def _version(body: PlanBody, beat: LeaderBeat | None) -> int:
+    """Return the newest version that all stages are known to have."""
+    if body.completed is not None:
+        return body.completed.version
+    return beat.version if beat is not None else 0
+
+
+def _loss(beat: LeaderBeat | None, epoch: Epoch | None) -> float | None:
+    """Return the loss of the newest step that this peer knows of: its own, or the leader's."""
+    told = beat.loss if beat is not None else None
+    if epoch is None or epoch.loss is None:
+        return told
+    return epoch.loss if beat is None or told is None or epoch.version >= beat.version else told
 
 
 def _council_note(council: tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.invitation import rendezvous
 from protocol.records import PeerRecord
 from protocol.signing import Identity
+from swarm.adapters import orphan_guard
 from swarm.adapters.asyncio_thread import AsyncioThread
 from swarm.adapters.dht_records import MAX_FUTURE_SECONDS, MAX_SEALED_BYTES, RecordSeal
 from swarm.adapters.hivemind_dht import HivemindDht
@@ -364,6 +365,40 @@ def test_a_killed_process_leaves_no_daemon_and_its_sockets_go_at_the_next_start(
             assert not await left.exists()
 
     trio.run(main)
+
+
+PARENT = """
+import os, subprocess, sys
+sleeper = subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), *sys.argv[2:]])
+print(sleeper.pid, flush=True)
+sleeper.wait()
+"""
+SLEEPER = "import time; print('asleep', flush=True); time.sleep(1000)"
+
+
+@needs_proc
+def test_the_guard_ends_a_program_that_would_outlive_its_parent() -> None:
+    async def main() -> None:
+        command = [sys.executable, "-c", PARENT, orphan_guard.__file__]
+        command += [sys.executable, "-c", SLEEPER]
+        with trio.fail_after(PATIENT_SECONDS):
+            parent = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
+            assert parent.stdout is not None
+            async with parent.stdout:
+                said = b""
+                while not said.endswith(b"asleep\n"):
+                    said += await parent.stdout.receive_some()
+                parent.kill()
+                await parent.wait()
+                await wait_for_end(int(said.split()[0]))
+
+    trio.run(main)
+
+
+def test_the_guard_runs_nothing_for_a_parent_that_is_gone() -> None:
+    command = [sys.executable, orphan_guard.__file__, "-1", sys.executable, "-c", "print('ran')"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == ""
 
 
 # --- start and end ----------------------------------------------------------------------------

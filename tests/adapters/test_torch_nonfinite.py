@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -118,6 +119,18 @@ def test_standard_mode_has_no_bound_but_infinity() -> None:
     assert Swarm.start(training, (1,), [1, 1]).step(source, 0).verdict == "apply"
     source, layer = CASES["backward"]
     assert Swarm.start(training, (1,), [1, 1]).step(source, 0).flags == (Flag(1, layer),)
+
+
+def tied_roots() -> dict[str, object]:
+    return {"layers": roots(), "tied": {"high.weight": "low.weight"}}
+
+
+def test_a_tied_tensor_has_half_the_bound_because_it_gets_two_gradients() -> None:
+    source = OneBad(1.0, 0.75e6)
+    tied = msgspec.structs.replace(ROOTS, model=ModelSpec(f"{__name__}:tied_roots"))
+    for cuts, counts in SLICINGS:
+        assert Swarm.start(ROOTS, cuts, counts).step(source, 0).flags == ()
+        assert Swarm.start(tied, cuts, counts).step(source, 0).flags == (Flag(1, "high"),)
 
 
 @pytest.mark.parametrize("name", CASES)

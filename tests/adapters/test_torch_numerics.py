@@ -44,6 +44,13 @@ def test_fixed_point_sums_are_the_same_in_every_order(
     assert form.to_float64(one).item() == float(Fraction(exact, 2**40))
 
 
+def test_a_gradient_is_rounded_to_the_nearest_multiple_halves_to_even() -> None:
+    total = torch.zeros(6, dtype=torch.int64)
+    values = torch.tensor([0.75, -0.75, 0.5, 1.5, -2.5, 3.25]) * 2.0**-40
+    FixedPoint(40, 1).add(total, values)
+    assert total.tolist() == [1, -1, 0, 2, -2, 3]
+
+
 @given(st.integers(16, 48), st.integers(1, 65536), st.integers(1, 4))
 def test_no_sum_within_the_bound_can_wrap(bits: int, microbatches: int, uses: int) -> None:
     bound = FixedPoint(bits, microbatches).bound(uses)

@@ -108,7 +108,38 @@ def pairs() -> list[tuple[str, partial[nn.Module]]]:
     return [("a", partial(nn.Linear, 4, 4)), ("b", partial(nn.Linear, 4, 4))]
 
 
-@pytest.mark.parametrize("factory", [sequential, exposed, pairs])
+class Turned(nn.Module):
+    """Output and gradient in other strides than they came."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.t()
+
+
+class StridesMatter(torch.autograd.Function):
+    """Stands for the kernels whose bits depend on strides."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden * (1.0 if hidden.is_contiguous() else 1.1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (1.0 if gradients[0].is_contiguous() else 1.1)
+
+
+class Picky(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = StridesMatter.apply(hidden)
+        return result
+
+
+def strided() -> list[tuple[str, Callable[[], nn.Module]]]:
+    linear = partial(nn.Linear, 4, 4)
+    turned = [("turn", Turned), ("picky", Picky), ("back", Turned)]
+    return [("first", linear), *turned, ("last", linear)]
+
+
+@pytest.mark.parametrize("factory", [sequential, exposed, pairs, strided])
 def test_every_form_trains_alike_in_every_slicing(factory: Callable[[], Any]) -> None:
     training = execution(with_(made(factory), optimiser=OptimiserSpec("sgd", 0.01)))
     training = execution(training, determinism="exact")

@@ -98,6 +98,12 @@ def source_of(training: Training) -> DataSource:
     return RandomTokens() if training.data.source == "text" else Pictures()
 
 
+def sent(tensor: memoryview) -> memoryview:
+    """What arrives of a float32 tensor: other memory. No stage may send what is not finite."""
+    assert np.isfinite(np.frombuffer(tensor, np.float32)).all()
+    return memoryview(bytes(tensor))
+
+
 def sample_ids(step: int, index: int) -> list[int]:
     first = (step * MICROBATCHES + index) * SIZE
     return list(range(first, first + SIZE))
@@ -155,7 +161,7 @@ class Swarm:
                 for every in path:
                     every.flag(mb, outcome.nonfinite, weight)
                 return
-            hidden = memoryview(bytes(outcome.tensor))
+            hidden = sent(outcome.tensor)
         turn = path[-1].turn(mb, hidden, targets, weight)
         gradient, bad = turn.gradient, turn.nonfinite
         for one in reversed(path[:-1]):
@@ -163,7 +169,7 @@ class Swarm:
                 one.flag(mb, bad, weight)
                 continue
             assert gradient is not None
-            outcome = one.backward(mb, memoryview(bytes(gradient)), weight)
+            outcome = one.backward(mb, sent(gradient), weight)
             gradient, bad = outcome.tensor, outcome.nonfinite
 
     def reduce(self) -> Totals:

@@ -1,11 +1,18 @@
 """Manifests and real processes for the tests in this folder."""
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
+import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from swarm.adapters.control_socket import call
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 180
@@ -105,3 +112,91 @@ def hash_in(finished: Finished) -> str:
     """Return the SHA-256 that a command printed, after checking that it succeeded."""
     assert finished.code == 0, finished.err
     return finished.out.split()[0]
+
+
+class Peer:
+    """A daemon in its own process; `with` ends it."""
+
+    def __init__(self, home: Path, *arguments: str | Path) -> None:
+        self.home = home
+        self.log = home.with_suffix(".log")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command("--log-level", "info", "run", "--home", home, "--with-parent", *arguments),
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+    def ready(self) -> "Peer":
+        """Wait until the daemon listens."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith(b"ready "), self.log.read_text()
+        return self
+
+    def ended(self) -> int:
+        """Wait until the daemon has ended by itself; return its exit code."""
+        return self.process.wait(DEADLINE_SECONDS)
+
+    def status(self) -> dict[str, Any]:
+        """Return what `swarm status --json` prints."""
+        finished = swarm("status", "--json", "--home", self.home)
+        assert finished.code == 0, finished.err
+        return dict(json.loads(finished.out))
+
+    def status_when(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Ask again and again until `condition` holds; return that status.
+
+        The daemon is another process: asking is the only way to see what it does, and the pause
+        leaves it a processor to do it on."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while True:
+            status = call(self.home, "status")
+            if condition(status):
+                return status
+            assert time.monotonic() < deadline, status
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+
+    def invitation(self) -> str:
+        """Return what `swarm invite` prints."""
+        finished = swarm("invite", "--home", self.home)
+        assert finished.code == 0, finished.err
+        return finished.out.strip()
+
+
+def found(home: Path, text: str, *, peers: int, stages: int = 0) -> Path:
+    """Make the home of a run's founder."""
+    path = home.with_suffix(".toml")
+    path.write_text(text)
+    shape = ("--peers", str(peers), "--stages", str(stages), "--listen", "127.0.0.1:0")
+    finished = swarm("create", path, "--home", home, *shape)
+    assert finished.code == 0, finished.err
+    assert finished.out.startswith("swarm1-")
+    return home
+
+
+def pids_naming(*texts: str | Path) -> list[int]:
+    """Return the living processes whose command lines contain all of `texts`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if all(str(text) in line for text in texts):
+                    found.append(int(entry.name))
+    return found

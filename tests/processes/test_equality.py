@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
 from tests.processes.swarms import ADAMW, CONVNET, GPT, SGD, hash_in, manifest, swarm
 
 pytestmark = pytest.mark.processes

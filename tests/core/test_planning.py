@@ -1,0 +1,208 @@
+"""The first plan: everybody works, nothing depends on who asked first."""
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.packing import canonical, unpack
+from protocol.records import MAX_TEXT_CHARS, Completed, PlanBody
+from swarm.core.planning import completing_plan, first_plan, halting_plan
+from swarm.core.slicing import balanced_cuts
+from swarm.core.verification import check_plan
+from swarm.errors import NoFeasiblePlan
+from tests.core.plans import PEOPLE, candidates, manifest, training
+
+RUN = manifest()
+layer_times = st.lists(st.integers(0, 40).map(float), min_size=1, max_size=6)
+
+
+def sizes(body: PlanBody) -> list[int]:
+    return [len(stage.replicas) for stage in body.stages]
+
+
+def ranges(body: PlanBody) -> list[tuple[int, int]]:
+    return [(stage.first, stage.last) for stage in body.stages]
+
+
+@settings(max_examples=80, deadline=None)
+@given(layer_times, st.integers(1, 12), st.data())
+def test_every_first_plan_passes_the_check_of_plans(
+    seconds: list[float], people: int, data: st.DataObject
+) -> None:
+    cuts = data.draw(st.sets(st.integers(1, len(seconds) - 1)) if len(seconds) > 1 else st.just(()))
+    run = manifest(run=training(cuts=tuple(sorted(cuts))))
+    stages = data.draw(st.integers(0, min(people, len(seconds))))
+    holders = data.draw(st.sets(st.integers(0, people - 1), min_size=1))
+    members = candidates(people, run, seconds, sorted(holders))
+    if len(cuts) >= people:
+        with pytest.raises(NoFeasiblePlan):
+            first_plan(run.training, members, stages)
+        return
+    body = first_plan(run.training, members, stages)
+    check_plan(body, run)
+    assert unpack(canonical(body), PlanBody) == body
+    assert sum(sizes(body)) == people  # all members are given work
+    assert body.stages[-1].last == len(seconds)
+    if cuts:
+        assert [first for first, _ in ranges(body)[1:]] == sorted(cuts)
+    elif stages:
+        assert len(body.stages) == stages
+
+
+@settings(max_examples=40, deadline=None)
+@given(layer_times, st.integers(1, 8), st.randoms(use_true_random=False))
+def test_the_order_in_which_peers_joined_does_not_matter(
+    seconds: list[float], people: int, random: object
+) -> None:
+    members = candidates(people, RUN, seconds, range(0, people, 2))
+    shuffled = list(members)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert first_plan(RUN.training, shuffled) == first_plan(RUN.training, members)
+
+
+@pytest.mark.parametrize(
+    ("people", "stages", "even"),
+    [(6, 3, [2, 2, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (3, 3, [1, 1, 1]), (5, 1, [5])],
+)
+def test_given_the_number_of_stages_peers_are_divided_evenly(
+    people: int, stages: int, even: list[int]
+) -> None:
+    """Even where one layer is much slower: who gives the number has a reason."""
+    body = first_plan(RUN.training, candidates(people, RUN, [1.0, 90.0, 1.0, 1.0]), stages)
+    assert sizes(body) == even
+
+
+def test_the_cuts_of_the_manifest_are_kept() -> None:
+    run = manifest(run=training(cuts=(1, 3)))
+    body = first_plan(run.training, candidates(4, run, [1.0, 9.0, 1.0, 9.0]), stages=2)
+    assert ranges(body) == [(0, 1), (1, 3), (3, 4)]
+    assert sizes(body) == [2, 1, 1]
+
+
+def test_without_a_number_the_slowest_stage_gets_the_next_peer() -> None:
+    """Layers of 1, 8 and 1 s, 4 microbatches: three stages with six replicas of the middle one
+    take 10 + 3 * 8/6 s; two stages (9 | 1) with seven of the first 10 + 3 * 9/7; one with eight
+    10 + 3 * 10/8, which is the fastest of all."""
+    run = manifest(run=training(microbatches=4))
+    body = first_plan(run.training, candidates(8, run, [1.0, 8.0, 1.0]))
+    assert sizes(body) == [8]
+    assert body.step_seconds == pytest.approx(10 + 3 * 10 / 8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layer_times, st.integers(1, 5))
+def test_no_number_of_stages_and_no_way_to_deal_peers_is_predicted_faster(
+    seconds: list[float], people: int
+) -> None:
+    """The predicted time is the formula's, and the best over stage counts and group sizes."""
+    body = first_plan(RUN.training, candidates(people, RUN, seconds))
+    microbatches = RUN.training.microbatches_per_step
+    best = min(
+        sum(seconds)
+        + (microbatches - 1)
+        * max(
+            sum(seconds[a:b]) / size
+            for (a, b), size in zip(
+                itertools.pairwise([0, *balanced_cuts(seconds, count), len(seconds)]),
+                group_sizes,
+                strict=True,
+            )
+        )
+        for count in range(1, min(people, len(seconds)) + 1)
+        for group_sizes in itertools.product(range(1, people + 1), repeat=count)
+        if sum(group_sizes) == people
+    )
+    assert body.step_seconds == pytest.approx(best)
+
+
+def test_replicas_that_hold_the_data_are_dealt_to_stage_0_and_feed() -> None:
+    members = candidates(4, RUN, holders=[1, 3])
+    body = first_plan(RUN.training, members, stages=2)
+    holders = [PEOPLE[1].peer, PEOPLE[3].peer]
+    assert [member.peer for member in body.stages[0].replicas] == holders
+    assert [feeder.member.peer for feeder in body.feeders] == holders
+    assert body.wiring == (((0.5, 0.5), (0.5, 0.5)), ((0.5, 0.5), (0.5, 0.5)))
+
+
+def test_a_holder_of_the_data_beyond_stage_0_does_not_feed() -> None:
+    body = first_plan(RUN.training, candidates(4, RUN, [1.0] * 4), stages=4)
+    assert [feeder.member.peer for feeder in body.feeders] == [PEOPLE[0].peer]
+
+
+def test_the_measured_time_of_a_layer_is_the_median_of_all_peers() -> None:
+    members = [
+        candidates(3, RUN, seconds)[n]
+        for n, seconds in enumerate([[1.0, 1.0], [2.0, 1.0], [900.0, 1.0]])
+    ]
+    body = first_plan(RUN.training, members, stages=1)
+    # (2 + 1) s, 4 microbatches, 3 replicas
+    assert body.step_seconds == pytest.approx(3 + 3 * 3 / 3)
+
+
+# --- what cannot be -----------------------------------------------------------------------------
+
+
+def test_more_stages_than_peers() -> None:
+    with pytest.raises(NoFeasiblePlan) as caught:
+        first_plan(RUN.training, candidates(2, RUN, [1.0] * 5), stages=3)
+    assert caught.value.what == "3 stages need 3 peers, 2 have joined"
+    assert caught.value.hint == "wait for more peers, or ask for fewer stages"
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(NoFeasiblePlan, match="3 stages need 3 layers, the model has 2"):
+        first_plan(RUN.training, candidates(3, RUN), stages=3)
+
+
+def test_cuts_beyond_the_model() -> None:
+    run = manifest(run=training(cuts=(1, 7)))
+    with pytest.raises(NoFeasiblePlan, match=r"\[1, 7\] are beyond the model's 4 layers"):
+        first_plan(run.training, candidates(3, run, [1.0] * 4))
+
+
+def test_nobody_has_the_data() -> None:
+    with pytest.raises(NoFeasiblePlan, match="no peer has the data"):
+        first_plan(RUN.training, candidates(2, RUN, holders=[]))
+
+
+def test_nobody_at_all() -> None:
+    with pytest.raises(NoFeasiblePlan, match="no peer has joined"):
+        first_plan(RUN.training, [])
+
+
+# --- plans that follow ----------------------------------------------------------------------------
+
+
+def test_a_completing_plan_changes_nothing_but_what_is_complete() -> None:
+    body = first_plan(RUN.training, candidates(3, RUN))
+    completed = Completed(3, (b"h" * 32, b"i" * 32))
+    ended = completing_plan(body, completed, ended=True)
+    assert ended == msgspec.structs.replace(
+        body,
+        completed=completed,
+        ended=True,
+        reason="version 3 is complete, the run has ended",
+    )
+    check_plan(ended, RUN)
+    assert completing_plan(body, completed, ended=False).reason == "version 3 is complete"
+
+
+def test_a_halting_plan_says_why() -> None:
+    body = first_plan(RUN.training, candidates(3, RUN))
+    halted = halting_plan(body, "the loss is not finite")
+    assert halted == msgspec.structs.replace(
+        body, halted="the loss is not finite", reason="the loss is not finite"
+    )
+    check_plan(halted, RUN)
+
+
+def test_however_much_there_is_to_say_a_halting_plan_can_be_read() -> None:
+    """Every microbatch of a large step may have failed in its own layer."""
+    why = ", ".join(f"microbatch {n} in layer transformer.{n}" for n in range(1000))
+    halted = halting_plan(first_plan(RUN.training, candidates(1, RUN)), why)
+    assert unpack(canonical(halted), PlanBody) == halted
+    assert halted.halted[:1000] == why[:1000]
+    assert len(halted.halted) == MAX_TEXT_CHARS

@@ -1,0 +1,146 @@
+"""Which replica is next: windows hold, weights hold, and no step can block another."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Microbatch
+from protocol.signing import PeerId
+from swarm.core.routing import Inflow, Router, credit_window
+from tests.core.plans import body
+
+PEERS = ("a", "b", "c", "d")
+weight_lists = st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any)
+
+
+def router(weights: list[int], window: int = 10**6) -> Router:
+    return Router(PEERS[: len(weights)], [float(weight) for weight in weights], window)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weight_lists, st.integers(1, 5))
+def test_turns_are_as_the_weights_over_every_round(weights: list[int], rounds: int) -> None:
+    """Exactly: after every sum(weights) turns, each replica had as many as its weight."""
+    chooser = router(weights)
+    for _ in range(rounds):
+        turns = Counter(chooser.choose(0) for _ in range(sum(weights)))
+        assert turns == Counter(dict(zip(PEERS, weights, strict=False)))
+
+
+def test_turns_of_the_heaviest_are_spread() -> None:
+    """The example of the commit that brought this rule to nginx: weights 5, 1, 1."""
+    chooser = router([5, 1, 1])
+    assert "".join(chooser.choose(0) or "" for _ in range(7)) == "aabacaa"
+
+
+@settings(max_examples=60, deadline=None)
+@given(weight_lists, st.integers(1, 4), st.data())
+def test_windows_hold_and_nobody_waits_while_there_is_credit(
+    weights: list[int], window: int, data: st.DataObject
+) -> None:
+    """A replica is chosen if and only if one with a weight has credit for that parity; what it
+    is sent is what its Inflow takes."""
+    chooser = router(weights, window)
+    inflows = {peer: Inflow(window) for peer in PEERS}
+    held: list[tuple[PeerId, Microbatch]] = []
+    for number in range(data.draw(st.integers(1, 60))):
+        give_back: bool = data.draw(st.booleans())
+        if held and give_back:
+            peer, mb = held.pop(data.draw(st.integers(0, len(held) - 1)))
+            inflows[peer].release("me", mb)
+            chooser.give_back(peer, mb.step)
+            continue
+        mb = Microbatch(data.draw(st.integers(4, 5)), number)
+        target = chooser.choose(mb.step)
+        full = Counter(peer for peer, each in held if each.step == mb.step)
+        room = [
+            peer
+            for peer, weight in zip(PEERS, weights, strict=False)
+            if weight and full[peer] < window
+        ]
+        if target is None:
+            assert room == []
+        else:
+            assert target in room
+            inflows[target].take("me", mb)
+            held.append((target, mb))
+
+
+@given(weight_lists, st.integers(1, 4), st.integers(0, 9))
+def test_a_step_that_holds_all_its_credit_leaves_that_of_the_next(
+    weights: list[int], window: int, step: int
+) -> None:
+    """Else early arrivals of the next step would wait for the last of this one, and they for
+    the places of those."""
+    chooser = router(weights, window)
+    places = window * sum(weight > 0 for weight in weights)
+    for each in (step + 1, step):
+        chosen = [chooser.choose(each) for _ in range(places)]
+        assert None not in chosen
+        assert chooser.choose(each) is None
+
+
+def test_a_replica_without_weight_gets_nothing() -> None:
+    chooser = router([0, 1], window=2)
+    assert [chooser.choose(0) for _ in range(3)] == ["b", "b", None]
+
+
+def test_a_replica_without_credit_misses_turns_and_does_not_get_them_back() -> None:
+    """What it missed went elsewhere: a burst of its own would only fill its queue."""
+    chooser = router([1, 1], window=5)
+    assert [chooser.choose(0) for _ in range(4)] == ["a", "b", "a", "b"]
+    for _ in range(2):
+        chooser.give_back("b", 0)
+    assert [chooser.choose(0) for _ in range(6)] == ["a", "b", "a", "b", "a", "b"]
+    assert [chooser.choose(0) for _ in range(3)] == ["b", "b", None]
+    for peer in "aabb":
+        chooser.give_back(peer, 0)
+    assert sorted(chooser.choose(0) or "" for _ in range(4)) == ["a", "a", "b", "b"]
+
+
+# --- the receiver's side --------------------------------------------------------------------------
+
+
+def test_a_microbatch_is_taken_once_from_a_source() -> None:
+    inflow = Inflow(3)
+    inflow.take("a", Microbatch(1, 5))
+    with pytest.raises(RemoteProtocolError, match="mb=1/5 was sent twice by a"):
+        inflow.take("a", Microbatch(1, 5))
+    inflow.take("a", Microbatch(3, 5))  # the same index of another step
+    inflow.release("a", Microbatch(1, 5))
+    inflow.take("a", Microbatch(1, 5))
+
+
+def test_more_than_the_window_is_refused_per_source_and_parity() -> None:
+    inflow = Inflow(2)
+    for index in range(2):
+        inflow.take("a", Microbatch(0, index))
+    with pytest.raises(RemoteProtocolError, match="mb=0/2 has no credit: a has 2 here of 2"):
+        inflow.take("a", Microbatch(0, 2))
+    with pytest.raises(RemoteProtocolError, match="no credit"):
+        inflow.take("a", Microbatch(2, 0))
+    inflow.take("a", Microbatch(1, 2))
+    inflow.take("b", Microbatch(0, 2))
+    inflow.release("a", Microbatch(0, 1))
+    inflow.take("a", Microbatch(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("groups", "feeders", "windows"),
+    [
+        # depth S - s + 1 microbatches, divided among the sources, two at least
+        ([["a"]], ["f"], [2]),
+        ([["a"], ["b"], ["c"]], ["f"], [4, 3, 2]),
+        ([["a"], ["b"], ["c"], ["d"]], ["f", "g", "h"], [2, 4, 3, 2]),
+        ([["a", "b"], ["c", "d"], ["e"]], ["a", "b"], [2, 2, 2]),
+        ([["a"], *([f"s{n}"] for n in range(9))], ["a"], [11, 10, 9, 8, 7, 6, 5, 4, 3, 2]),
+    ],
+)
+def test_the_window_keeps_the_pipeline_full(
+    groups: list[list[str]], feeders: list[str], windows: list[int]
+) -> None:
+    plan = body(groups, feeders)
+    assert [credit_window(plan, stage) for stage in range(len(groups))] == windows

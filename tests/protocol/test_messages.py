@@ -1,0 +1,224 @@
+"""Messages: what a field may hold, and that the fullest honest message fits its cap."""
+
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from protocol.codec import PREFIX_BYTES, encode
+from protocol.errors import RemoteProtocolError
+from protocol.messages import (
+    MAX_FLAGS,
+    MAX_KINDS,
+    TABLE,
+    Commit,
+    Fence,
+    Flag,
+    GetChain,
+    GetManifest,
+    GetState,
+    Heartbeat,
+    LeaderBeat,
+    LedgerReport,
+    MemberView,
+    Message,
+    Microbatch,
+    Missing,
+    Ping,
+    Pong,
+    Prepared,
+    Resume,
+    StartReduction,
+    Totals,
+    Traffic,
+)
+from protocol.packing import canonical, unpack
+from protocol.records import Generation
+
+LARGEST = 2**53
+MICROBATCHES = 65536
+FENCE = Fence(Generation(LARGEST, b"n" * 32), LARGEST, LARGEST)
+FLAGS = tuple(Flag(65535 - n, "\N{SNOWMAN}" * 200) for n in range(MAX_FLAGS))
+EVERYTHING = b"\xff" * (MICROBATCHES // 8)
+PEER = "12D3KooW" + "x" * 44
+TRAFFIC = tuple(Traffic(kind.__name__, LARGEST, LARGEST) for kind in TABLE)
+TOTALS = Totals(LARGEST, math.inf, FLAGS, "halt", None)
+
+HEARTBEAT = Heartbeat(
+    epoch=1,
+    boot=1,
+    state="filling",
+    stage=-1,
+    version=0,
+    loss=2.5,
+    ledger_size=0,
+    queue_length=0,
+    samples=0,
+    compute_seconds=0.5,
+    rtt_seconds=0.01,
+    traffic=(),
+)
+VIEW = MemberView(
+    peer=PEER,
+    boot=LARGEST,
+    address="[2001:db8::1]:31337",
+    state="committing",
+    stage=65536,
+    version=LARGEST,
+    ledger_size=65536,
+    queue_length=65536,
+    silent_seconds=1e9,
+    rtt_seconds=1e9,
+    compute_seconds=1e9,
+    traffic=TRAFFIC,
+)
+
+
+@dataclass(frozen=True)
+class Full:
+    """A message with as much in it as an honest peer ever says."""
+
+    message: Message
+    why: str = field(default="")
+
+
+FULLEST = [
+    Full(Ping(number=LARGEST)),
+    Full(Pong(number=LARGEST)),
+    Full(GetManifest(id=LARGEST)),
+    Full(GetChain(id=LARGEST, epoch=LARGEST)),
+    Full(
+        GetState(id=LARGEST, version=LARGEST, layer=LARGEST, offset=LARGEST, length=LARGEST),
+    ),
+    Full(
+        LedgerReport(
+            fence=FENCE,
+            step=LARGEST,
+            stage=LARGEST,
+            bitmap=EVERYTHING,
+            weight=LARGEST,
+            flags=FLAGS,
+            loss_sum=1.5,
+        ),
+        "every index, and as many flags as are named",
+    ),
+    Full(
+        StartReduction(
+            fence=FENCE, step=LARGEST, stage=LARGEST, weight=LARGEST, flags=FLAGS, loss_sum=1.5
+        )
+    ),
+    Full(
+        Prepared(
+            fence=FENCE,
+            step=LARGEST,
+            stage=LARGEST,
+            square_norms=(1.5,) * 100_000,
+            weight=LARGEST,
+            flags=FLAGS,
+            loss_sum=1.5,
+        ),
+        "a stage of a hundred thousand tensors",
+    ),
+    Full(Commit(fence=FENCE, step=LARGEST, totals=TOTALS)),
+    Full(
+        Resume(
+            fence=FENCE,
+            step=LARGEST,
+            missing=tuple(Missing(stage, EVERYTHING) for stage in range(100)),
+        ),
+        "a hundred stages at the largest number of microbatches",
+    ),
+    Full(
+        LeaderBeat(
+            epoch=LARGEST,
+            term=LARGEST,
+            members=(VIEW,) * 300,
+            waiting_for=0,
+            version=LARGEST,
+            loss=1.5,
+            samples_per_second=1.5,
+            trouble="x" * 4096,
+        ),
+        "three hundred members",
+    ),
+]
+
+
+@pytest.mark.parametrize("full", FULLEST, ids=lambda full: type(full.message).__name__)
+def test_the_fullest_message_fits_and_is_read_back(full: Full) -> None:
+    header = encode(full.message)[PREFIX_BYTES:]
+    assert unpack(header, type(full.message)) == full.message
+
+
+def test_there_is_room_for_the_traffic_of_every_type() -> None:
+    assert len(TABLE) <= MAX_KINDS
+    beat = msgspec.structs.replace(HEARTBEAT, traffic=TRAFFIC)
+    assert unpack(encode(beat)[PREFIX_BYTES:], Heartbeat) == beat
+
+
+# --- what makes other peers fail --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", math.nan),
+        ("loss", math.inf),
+        ("compute_seconds", math.nan),
+        ("compute_seconds", math.inf),
+        ("rtt_seconds", -1.0),
+        ("rtt_seconds", math.inf),
+        ("state", "x" * 33),
+        ("stage", -2),
+        ("stage", 2**40),
+        ("boot", 0),
+        ("trouble", "x" * 4097),
+        ("traffic", (Traffic("Ping", 0, 0),) * (MAX_KINDS + 1)),
+        ("traffic", (Traffic("x" * 33, 0, 0),)),
+        ("suspects", ("x" * 65,)),
+    ],
+)
+def test_a_heartbeat_holds_nothing_that_the_leader_could_not_pass_on(
+    name: str, value: object
+) -> None:
+    """What members say of themselves goes into one LeaderBeat to everybody."""
+    assert unpack(canonical(HEARTBEAT), Heartbeat) == HEARTBEAT
+    with pytest.raises(RemoteProtocolError, match=name):
+        unpack(canonical(msgspec.structs.replace(HEARTBEAT, **{name: value})), Heartbeat)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_none(loss: float) -> None:
+    totals = Totals(1, 1.0, (), "apply", loss)
+    with pytest.raises(RemoteProtocolError, match="loss"):
+        unpack(canonical(totals), Totals)
+
+
+def test_norms_and_sums_of_a_step_may_be_infinite_or_nan() -> None:
+    """They are what came out: the totals decide what follows from it."""
+    message = Prepared(
+        fence=FENCE,
+        step=0,
+        stage=0,
+        square_norms=(math.inf, math.nan),
+        weight=1,
+        flags=(),
+        loss_sum=-math.inf,
+    )
+    again = unpack(canonical(message), Prepared)
+    assert again.square_norms[0] == math.inf
+    assert math.isnan(again.square_norms[1])
+    assert again.loss_sum == -math.inf
+    assert unpack(canonical(TOTALS), Totals).square_norm == math.inf
+
+
+def test_more_flags_than_are_named_are_refused() -> None:
+    totals = msgspec.structs.replace(TOTALS, flags=(*FLAGS, Flag(0, "x")))
+    with pytest.raises(RemoteProtocolError, match="length <= 64"):
+        unpack(canonical(totals), Totals)
+
+
+def test_microbatches_are_ordered_by_step_then_index() -> None:
+    assert sorted([Microbatch(1, 0), Microbatch(0, 9)]) == [Microbatch(0, 9), Microbatch(1, 0)]
+    assert str(Microbatch(3, 4)) == "3/4"

@@ -1,0 +1,303 @@
+"""What a daemon refuses, said by a member of its own swarm: with the right error, and nothing else
+disturbed. Work goes on afterwards on the same daemon."""
+
+import contextlib
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy
+import pytest
+import trio
+
+from protocol.codec import PREFIX
+from protocol.connection import Connection
+from protocol.errors import RemoteProtocolError
+from protocol.messages import (
+    TABLE,
+    Backward,
+    Certified,
+    Commit,
+    Fence,
+    Forward,
+    GetChain,
+    Goodbye,
+    LedgerReport,
+    Ping,
+    Pong,
+    Totals,
+)
+from protocol.packing import canonical
+from protocol.records import CertifiedPlan, PlanBody, PlanHeader, TensorSpec, decode_record
+from swarm.node import Node
+from swarm.ports import ByteStream
+from tests.processes.swarms import GPT, manifest
+from tests.rogues import Rogue, with_rogue
+
+
+def test_wrong_shape_dtype_or_count_of_tensors_ends_the_link(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        good = rogue.forward(0).tensors
+        for wrong in (
+            (TensorSpec("float32", (*good[0].shape, 2)), good[1]),
+            (TensorSpec("int64", good[0].shape), good[1]),
+            (good[0],),
+            (good[1], good[0]),
+        ):
+            message = rogue.forward(0, wrong)
+            rogue.links.post(victim, message, rogue.zeros(message))
+            reason = await rogue.link_end()
+            assert "Forward carries" in reason and "stage 1 takes" in reason
+            assert str(list(good[0].shape)) in reason
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
+        assert node.daemon.control.trouble == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_nan_is_flagged_and_the_others_of_the_step_are_not(
+    tmp_path: Path,
+) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        message = rogue.forward(0)
+        hidden = numpy.full(message.tensors[0].shape, numpy.nan, numpy.float32)
+        targets = memoryview(bytes(message.tensors[1].nbytes))
+        rogue.links.post(victim, message, (hidden.data.cast("B"), targets))
+        backward = (await rogue.hear(Backward)).message
+        assert isinstance(backward, Backward)
+        assert backward.tensors == () and backward.nonfinite
+        # The others of the step are not disturbed.
+        assert (await rogue.works_on(victim, 1)).nonfinite == ""
+        ledger = node.daemon.ledger
+        assert [flag.index for flag in ledger.flags] == [0] and len(ledger) == 2
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_more_forwards_than_credit_and_a_repeated_one_end_the_link(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        message = rogue.forward(0)
+        for _ in range(2):
+            rogue.links.post(victim, message, rogue.zeros(message))
+        assert "was sent twice" in await rogue.link_end()
+        for index in (1, 2, 3):
+            message = rogue.forward(index)
+            rogue.links.post(victim, message, rogue.zeros(message))
+        assert "has no credit" in await rogue.link_end()
+        # Whatever was taken in is worked on; nothing is worked on twice.
+        assert len(node.daemon.ledger) <= 3
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_a_stale_epoch_is_answered_with_the_newest_certificate_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        assert rogue.fence is not None
+        old = Fence(rogue.fence.generation, 0, rogue.fence.boot)
+        totals = Totals(1, 1.0, (), "apply", 1.0)
+        rogue.links.post(victim, Commit(fence=old, step=0, totals=totals))
+        answer = (await rogue.hear(Certified)).message
+        assert isinstance(answer, Certified)
+        assert decode_record(answer.plan.header, PlanHeader).epoch == 1
+        message = rogue.forward(0)
+        stale = Forward(
+            fence=old,
+            microbatch=message.microbatch,
+            weight=message.weight,
+            path=message.path,
+            tensors=message.tensors,
+        )
+        rogue.links.post(victim, stale, rogue.zeros(stale))
+        await rogue.hear(Certified)
+        assert len(node.daemon.ledger) == 0
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
+        assert len(node.daemon.ledger) == 1
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_a_newer_epoch_is_asked_for_and_not_believed(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        assert rogue.fence is not None
+        newer = Fence(rogue.fence.generation, 9, rogue.fence.boot)
+        totals = Totals(1, 1.0, (), "apply", 1.0)
+        rogue.links.post(victim, Commit(fence=newer, step=0, totals=totals))
+        assert isinstance((await rogue.hear(GetChain)).message, GetChain)
+        assert node.daemon.control.plan.header.epoch == 1
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_another_boot_in_the_fence_ends_the_link(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        assert rogue.fence is not None
+        other = Fence(rogue.fence.generation, rogue.fence.epoch, rogue.fence.boot + 1)
+        report = LedgerReport(
+            fence=other, step=0, stage=1, bitmap=b"\xff", weight=1, flags=(), loss_sum=0.0
+        )
+        rogue.links.post(victim, report)
+        assert "fence of boot 2 on a link of boot 1" in await rogue.link_end()
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_a_tampered_certificate_ends_the_link_and_is_not_adopted(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        genuine = node.daemon.control.plan
+        header = PlanHeader(
+            run=genuine.header.run,
+            generation=genuine.header.generation,
+            epoch=2,
+            predecessor=genuine.header.hash,
+            council=(rogue.identity.peer,),
+            body_hash=genuine.header.body_hash,
+            kind="planned",
+            from_step=0,
+            lineage=0,
+        )
+        forged = CertifiedPlan(canonical(header), genuine.proof.body, genuine.proof.certificate)
+        rogue.links.post(victim, Certified(plan=forged))
+        assert "certificate of epoch 2: not so: the ballot is of this epoch" in (
+            await rogue.link_end()
+        )
+        assert node.daemon.control.plan is genuine
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_joining_is_refused_with_both_values_of_what_differs(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        answer = await rogue.join(victim, numerics="torch=0.0 threads=2")
+        assert "torch=0.0 threads=2" in answer.refusal
+        assert rogue.profile.numerics in answer.refusal
+        answer = await rogue.join(victim, data_digest=bytes(32))
+        assert bytes(32).hex() in answer.refusal and "the data differs" in answer.refusal
+        answer = await rogue.join(victim, layers=rogue.profile.layers[:-1])
+        assert "the model differs" in answer.refusal
+        assert node.daemon.control.plan.header.epoch == 0
+        assert (await rogue.join(victim)).refusal == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_numerics_may_differ_in_standard_mode(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        answer = await rogue.join(node.daemon.me.peer, numerics="another machine")
+        assert answer.refusal == ""
+
+    with_rogue(tmp_path, scenario, manifest(GPT, microbatches=4, determinism="standard"))
+
+
+@contextlib.asynccontextmanager
+async def raw_connection(
+    rogue: Rogue, node: Node, run: bytes
+) -> AsyncIterator[tuple[Connection, ByteStream]]:
+    """Open a connection whose bytes the test writes itself; Hello is said."""
+    stream = await rogue.transport.dial(node.daemon.listen, None)
+    try:
+        connection = Connection(run=run, boot=1, channel="control", allocate=_no_payload)
+        await stream.send_all(connection.hello())
+        yield connection, stream
+    finally:
+        await stream.aclose()
+
+
+def _no_payload(message: object) -> memoryview:
+    raise RemoteProtocolError("no payload is expected here")
+
+
+async def _goodbye(connection: Connection, stream: ByteStream) -> str:
+    """Read until the other side says Goodbye; return the fault that it names."""
+    while True:
+        data = await stream.receive_some(65536)
+        assert data, "closed without Goodbye"
+        for received in connection.receive_data(data):
+            if isinstance(received.message, Goodbye):
+                return received.message.fault
+
+
+def test_another_run_is_refused_with_both_ids(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        async with raw_connection(rogue, node, b"\x07" * 32) as (connection, stream):
+            fault = await _goodbye(connection, stream)
+        assert "another run" in fault
+        assert "07" * 8 in fault and rogue.run_id.hex()[:16] in fault
+        assert (await rogue.join(node.daemon.me.peer)).refusal == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("frame", "fault"),
+    [
+        (PREFIX.pack(TABLE[Ping].number, 2**31, 0), "Ping header of 2147483648 bytes exceeds 64"),
+        (PREFIX.pack(TABLE[Ping].number, 1, 2**40), "Ping payload of 1099511627776 bytes"),
+        (PREFIX.pack(TABLE[Forward].number, 10, 0), "Forward on the control connection"),
+        (PREFIX.pack(250, 1, 0), "unknown message type 250"),
+        (struct.pack("!16s", b"GET / HTTP/1.1\r\n"), "unknown message type 71"),
+    ],
+    ids=["header", "payload", "channel", "type", "http"],
+)
+def test_an_oversized_or_unknown_frame_is_refused_from_its_prefix(
+    frame: bytes, fault: str, tmp_path: Path
+) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        async with raw_connection(rogue, node, rogue.run_id) as (connection, stream):
+            await stream.send_all(frame)
+            assert fault in await _goodbye(connection, stream)
+        rogue.links.post(node.daemon.me.peer, Ping(number=1))
+        assert (await rogue.hear(Pong)).message == Pong(number=1)
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_a_silent_connection_ends_by_itself_and_others_are_served_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        silent = await rogue.transport.dial(node.daemon.listen, None)
+        assert (await rogue.join(node.daemon.me.peer)).refusal == ""
+        try:
+            assert await silent.receive_some(1) == b""
+        finally:
+            await silent.aclose()
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_a_plan_names_only_what_its_council_decided(tmp_path: Path) -> None:
+    """The body that a member gets is the one whose hash the council signed."""
+
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        proof = node.daemon.control.plan.proof
+        body = decode_record(proof.body, PlanBody)
+        assert body == rogue.body
+        assert {each.peer for stage in body.stages for each in stage.replicas} == {
+            victim,
+            rogue.identity.peer,
+        }
+        await trio.lowlevel.checkpoint()
+
+    with_rogue(tmp_path, scenario)
