@@ -32,12 +32,7 @@ def unpack(data: bytes | bytearray | memoryview, kind: type[S]) -> S:
         _walk(data)
         return msgspec.msgpack.decode(data, type=kind)
     # Not ValueError as a whole: it would hide a schema of ours that cannot be compiled.
-    except (
-        msgpack.UnpackException,
-        msgspec.DecodeError,
-        RecursionError,
-        UnicodeDecodeError,
-    ) as error:
+    except (msgpack.UnpackException, msgspec.DecodeError) as error:
         detail = f"{type(error).__name__}: {str(error)[:200]}"
         raise RemoteProtocolError(f"{kind.__name__} does not decode: {detail}") from error
 

@@ -183,6 +183,7 @@ def _local(options: argparse.Namespace) -> int:
             home=options.home,
             data_dir=options.data_dir.resolve(),
             out=options.out,
+            report=options.report,
         )
     )
 
@@ -248,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     local.add_argument("--stages", type=int, default=0)
     local.add_argument("--home", type=Path, help="keep the peers' homes in this folder")
     local.add_argument("--out", type=Path, help="write the trained weights to this file")
+    local.add_argument("--report", type=Path, help="write the last status to this file, as JSON")
     _data_dir(local, Path())
 
     reference = _command(commands, "reference", _reference, "train in one process, print the hash")

@@ -61,7 +61,7 @@ from swarm.ports import (
 
 log = logging.getLogger(__name__)
 
-PUBLISH_SECONDS = 30.0
+FIRST_PUBLISH_SECONDS, PUBLISH_SECONDS = 1.0, 30.0
 MAX_EARLY_MESSAGES = 1024
 
 
@@ -271,12 +271,15 @@ class Daemon:
         )
 
     async def _publish(self, dht: Dht) -> None:
+        """Say where this peer is and see who else is there: often at first, then now and then."""
+        pause = FIRST_PUBLISH_SECONDS
         while True:
             self._published = await dht.publish(self._record())
             if not self._published:
                 log.warning("dht publish failed")
             await self._look_up()
-            await trio.sleep(PUBLISH_SECONDS)
+            await trio.sleep(pause)
+            pause = min(2 * pause, PUBLISH_SECONDS)
 
     async def _look_up(self) -> list[PeerRecord]:
         """Ask the DHT who is where, and remember it."""

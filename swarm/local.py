@@ -5,6 +5,7 @@ daemons watch their standard input: when this process is gone, however, they lea
 """
 
 import contextlib
+import json
 import shutil
 import signal
 import sys
@@ -38,6 +39,9 @@ class LocalOptions:
     home: Path | None
     data_dir: Path
     out: Path | None
+    """Where to write the trained weights."""
+    report: Path | None
+    """Where to write the last status, as JSON."""
 
 
 class PeerDied(SwarmError):
@@ -187,6 +191,8 @@ async def _watch(options: LocalOptions, children: list[_Child]) -> int:
             if status["phase"] in ("halted", "stalled"):
                 raise RunHalted("training has stopped", evidence=(str(status["trouble"]),))
             await trio.sleep(POLL_SECONDS)
+    if options.report is not None:
+        options.report.write_text(json.dumps(status, indent=2) + "\n")
     if options.out is not None:
         result = await _call(children[0].home, "export", path=str(options.out.resolve()))
         print(f"{result['sha256']}  {options.out}")

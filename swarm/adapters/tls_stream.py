@@ -10,6 +10,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, cast
 
 import trio
@@ -30,17 +31,19 @@ class _Records(ssl.SSLObject):
 
     into: memoryview | None = None
     """Where the next read goes; None makes it return bytes."""
+    scratch: memoryview
+    """What bytes are decrypted into first, at least as long as any such read."""
     _fault: ssl.SSLError | None = None
 
     def read(self, len: int = 1024, buffer: Any = None) -> Any:
         """Return bytes, or the filled part of `into`; `buffer` is not used."""
         if self._fault is not None:
             raise self._fault
-        target = self.into if self.into is not None else memoryview(bytearray(len))
-        filled = self._one(target[:len])
-        while 0 < filled < len:
+        target = (self.scratch if self.into is None else self.into)[:len]
+        filled = self._one(target)
+        while 0 < filled < target.nbytes:
             try:
-                more = self._one(target[filled:len])
+                more = self._one(target[filled:])
             except ssl.SSLWantReadError:
                 break
             except ssl.SSLError as fault:  # first hand over what came before it
@@ -49,7 +52,7 @@ class _Records(ssl.SSLObject):
             if more == 0:
                 break
             filled += more
-        return target[:filled] if self.into is not None else target[:filled].tobytes()
+        return target[:filled].tobytes() if self.into is None else target[:filled]
 
     def _one(self, target: memoryview) -> int:
         return cast(int, super().read(target.nbytes, target))  # an int where there is a buffer
@@ -60,11 +63,17 @@ class TlsContext(ssl.SSLContext):
 
     newest: _Records
 
+    @cached_property
+    def scratch(self) -> memoryview:
+        """Return memory for one read at a time: they all happen in one thread."""
+        return memoryview(bytearray(PIECE_BYTES))
+
     def wrap_bio(self, *args: Any, **keywords: Any) -> ssl.SSLObject:
         """Do as SSLContext.wrap_bio does; trio calls it once per stream."""
         self.sslobject_class = _Records
         made = super().wrap_bio(*args, **keywords)
         assert isinstance(made, _Records)
+        made.scratch = self.scratch
         self.newest = made
         return made
 

@@ -5,6 +5,7 @@ performs their effects. The rule: everything here carries the plan's fence and d
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import trio
@@ -57,6 +58,8 @@ from swarm.ports import Buffer, Checkpoints, DataSource, StageExecutor
 
 log = logging.getLogger(__name__)
 
+MAX_LOSSES = 1000
+
 
 class Epoch:
     """What this peer does by one plan."""
@@ -77,7 +80,8 @@ class Epoch:
         self.plan = plan
         self.fence = Fence(plan.header.generation, plan.header.epoch, me.boot)
         self.role = role_of(plan.body, me, self.fence)
-        self.loss: float | None = None
+        self.losses: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
+        """(step, mean loss) of the last steps that this peer committed."""
         self._training = training
         self._shape = shape
         self._executor = executor
@@ -88,6 +92,11 @@ class Epoch:
         self._ranges = [(stage.first, stage.last) for stage in plan.body.stages]
         self._feeder = self._make_feeder(me, source)
         self._replica = _Replica(self, self.role) if self.role is not None else None
+
+    @property
+    def loss(self) -> float | None:
+        """Return the mean loss of the last committed step that had one."""
+        return self.losses[-1][1] if self.losses else None
 
     @property
     def state(self) -> str:
@@ -227,11 +236,11 @@ class Epoch:
     async def _run_commits(self, replica: "_Replica") -> None:
         async for apply in self._commits:
             await self._executor.commit(apply.step, apply.totals)
-            self.loss = apply.totals.loss
-            self._perform(replica.step.applied(apply.totals))
-            log.info(
-                "committed step=%d verdict=%s loss=%s", apply.step, apply.totals.verdict, self.loss
-            )
+            totals = apply.totals
+            if totals.loss is not None:
+                self.losses.append((apply.step, totals.loss))
+            log.info("committed step=%d verdict=%s loss=%s", apply.step, totals.verdict, totals.loss)
+            self._perform(replica.step.applied(totals))
             if replica.step.state is ReplicaState.FINISHED:
                 await self._make_durable(replica)
             elif replica.step.state is ReplicaState.HALTED:

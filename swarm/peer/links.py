@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RECEIVE_BYTES = 256 * 1024
 LARGE_PAYLOAD_BYTES = 64 * 1024
 """While so much of a payload is missing, the stream writes straight into its memory."""
-SMALL_PAYLOAD_BYTES = 4096
+SMALL_PAYLOAD_BYTES = 128 * 1024
 """Payloads up to this size are copied behind their header: one write instead of two."""
 REQUEST_SECONDS = 20.0
 HELLO_SECONDS = 5.0

@@ -52,6 +52,7 @@ def status_of(
             "state": epoch.state if epoch is not None else phase,
             "stage": epoch.role.stage if epoch is not None and epoch.role is not None else None,
             "version": epoch.version if epoch is not None else 0,
+            "losses": [list(pair) for pair in epoch.losses] if epoch is not None else [],
             "bytes_by_kind": _traffic(own_traffic),
             "dht": dht,
         },

@@ -82,10 +82,9 @@ def test_the_cuts_of_the_manifest_are_kept() -> None:
     assert sizes(body) == [2, 1, 1]
 
 
-def test_without_a_number_the_slowest_stage_gets_the_next_peer() -> None:
-    """Layers of 1, 8 and 1 s, 4 microbatches: three stages with six replicas of the middle one
-    take 10 + 3 * 8/6 s; two stages (9 | 1) with seven of the first 10 + 3 * 9/7; one with eight
-    10 + 3 * 10/8, which is the fastest of all."""
+def test_as_long_as_only_computing_takes_time_one_stage_is_predicted_fastest() -> None:
+    """Layers of 1, 8 and 1 s, 4 microbatches, 8 peers: three stages with six replicas of the
+    middle one take 10 + 3 * 8/6 s, one with eight 10 + 3 * 10/8: no group waits for another."""
     run = manifest(run=training(microbatches=4))
     body = first_plan(run.training, candidates(8, run, [1.0, 8.0, 1.0]))
     assert sizes(body) == [8]

@@ -147,6 +147,15 @@ def test_sizes_beyond_all_reason_are_refused_like_others() -> None:
         decode_header(FramePrefix(StateChunk, len(huge), 1), huge)
 
 
+def test_thousands_of_dimensions_are_refused_before_they_are_multiplied() -> None:
+    """Their product has more digits than Python is willing to print."""
+    header = encode(StateChunk(total=1, tensors=(TensorSpec("uint8", ()),)))[PREFIX_BYTES:]
+    largest = b"\xcf\x00\x20\x00\x00\x00\x00\x00\x00"  # 2**53
+    huge = header.replace(b"\xa5shape\x90", b"\xa5shape\xdc\x03\x20" + largest * 800)
+    with pytest.raises(RemoteProtocolError, match="does not decode"):
+        decode_header(FramePrefix(StateChunk, len(huge), 1), huge)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES), st.integers(0, LIMIT), st.data())
 def test_any_prefix_is_refused_or_keeps_the_limits(
