@@ -80,9 +80,11 @@ class Connection:
         )
 
     def refuse(self, fault: str) -> bytes:
-        """Return a Goodbye that names the other side's fault; it may come before any Hello."""
+        """Return a Goodbye that names the other side's fault; it may come before any Hello.
+
+        Returns nothing if ours has been said: the other side may err while we are leaving."""
         if self._ours_closed:
-            raise LocalProtocolError("Goodbye said twice")
+            return b""
         self._ours_closed = True
         return encode(Goodbye(fault=fault[:MAX_FAULT_CHARS]))
 

@@ -330,7 +330,7 @@ class Daemon:
 
     def lost(self, peer: PeerId, reason: str) -> None:
         """A link has ended (links.Receiver.lost)."""
-        self.control.members.lost(peer, reason)
+        self.control.lost(peer, reason)
 
     def _handle_training(self, peer: PeerId, boot: int, message: Training, payload: Buffer) -> None:
         """Fence: only what was said by the active plan, by a start of a peer that it names."""

@@ -176,11 +176,13 @@ def with_rogue(
     tmp_path: Path,
     scenario: Callable[[Node, Rogue], Awaitable[None]],
     text: str = "",
+    *,
+    wait_for_peers: int = 2,
 ) -> None:
-    """Run `scenario` with a founder that waits for two peers and a rogue that sorts before it,
+    """Run `scenario` with a founder that waits for peers and a rogue that sorts before it,
     so that the rogue would feed and host stage 0, and the founder stage 1."""
     training = parse_training(text or manifest(GPT, microbatches=4))
-    settings = PeerSettings(wait_for_peers=2, stages=2)
+    settings = PeerSettings(wait_for_peers=wait_for_peers, stages=2)
     create_home(tmp_path / "home", training, settings)
 
     async def main() -> None:

@@ -285,6 +285,21 @@ def test_a_silent_connection_ends_by_itself_and_others_are_served_meanwhile(
     with_rogue(tmp_path, scenario)
 
 
+def test_who_leaves_before_the_first_plan_is_not_in_it(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        assert (await rogue.join(victim)).refusal == ""
+        assert node.daemon.control.candidates == {victim, rogue.identity.peer}
+        await rogue.links.say_goodbye()
+        while node.daemon.control.candidates != {victim}:
+            await trio.sleep(0.01)
+        assert node.daemon.control.plan.header.epoch == 0
+        assert (await rogue.join(victim)).refusal == ""
+        assert node.daemon.control.candidates == {victim, rogue.identity.peer}
+
+    with_rogue(tmp_path, scenario, wait_for_peers=3)
+
+
 def test_a_plan_names_only_what_its_council_decided(tmp_path: Path) -> None:
     """The body that a member gets is the one whose hash the council signed."""
 

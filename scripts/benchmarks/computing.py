@@ -40,7 +40,7 @@ async def computing() -> AsyncIterator[Computed]:
         await executor.build([(0, len(stage.layer_names()))], 0)
         shape = (training.microbatch_size, training.data.sequence_length)
         tokens = numpy.random.default_rng(0).integers(0, 256, shape).reshape(-1)
-        data = memoryview(tokens.view(numpy.uint8))
+        data = tokens.view(numpy.uint8).data
         computed = Computed()
 
         async def compute() -> None:

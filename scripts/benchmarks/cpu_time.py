@@ -17,6 +17,9 @@ class DaemonTime:
     executor: float = 0.0
     """The thread in which the stage computes: the one that is niced."""
     event_loop: float = 0.0
+    """In Python, TLS and the libraries."""
+    event_loop_in_kernel: float = 0.0
+    """TCP, mostly: copying and waking."""
     other_threads: float = 0.0
     """The DHT's loop, and threads that read data and files."""
     libp2p: float = 0.0
@@ -25,7 +28,7 @@ class DaemonTime:
     @property
     def total(self) -> float:
         """Return all of it."""
-        return sum(astuple(self))
+        return sum(astuple(self), 0.0)
 
     def __add__(self, other: "DaemonTime") -> "DaemonTime":
         return DaemonTime(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -37,8 +40,13 @@ class DaemonTime:
 @dataclass(frozen=True, slots=True)
 class _Stat:
     parent: int
-    seconds: float
+    user: float
+    system: float
     nice: int
+
+    @property
+    def seconds(self) -> float:
+        return self.user + self.system
 
 
 def process_seconds(pid: int) -> float:
@@ -61,19 +69,19 @@ def children(pid: int) -> list[int]:
 def daemon_time(pid: int) -> DaemonTime:
     """Return what a daemon has used so far. Raises OSError if there is none."""
     whole = _stat(Path(f"/proc/{pid}/stat"))
-    executor = event_loop = 0.0
+    loop = _stat(Path(f"/proc/{pid}/task/{pid}/stat"))
+    executor = 0.0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         stat = _stat(thread / "stat")
-        if int(thread.name) == pid:
-            event_loop = stat.seconds
-        elif stat.nice > whole.nice:
+        if stat.nice > loop.nice:
             executor += stat.seconds
     libp2p = sum(process_seconds(child) for child in children(pid))
-    return DaemonTime(executor, event_loop, whole.seconds - executor - event_loop, libp2p)
+    others = whole.seconds - executor - loop.seconds
+    return DaemonTime(executor, loop.user, loop.system, others, libp2p)
 
 
 def _stat(path: Path) -> _Stat:
     # proc(5): fields after the name, which is in parentheses and may contain anything
     rest = path.read_text().rpartition(")")[2].split()
-    user, system = int(rest[11]), int(rest[12])
-    return _Stat(int(rest[1]), (user + system) / _TICKS_PER_SECOND, int(rest[16]))
+    user, system = (int(ticks) / _TICKS_PER_SECOND for ticks in rest[11:13])
+    return _Stat(int(rest[1]), user, system, int(rest[16]))

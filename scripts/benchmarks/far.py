@@ -1,7 +1,7 @@
 """The other process of the transport benchmark: it listens, answers, and computes when told to.
 
-Run as `python -m benchmarks.far FOLDER`: prints its addresses as JSON, then does what its
-standard input says, line by line, and ends with it.
+Run as `python -m benchmarks.far FOLDER LARGEST_BYTES`: prints its addresses as JSON,
+then does what its standard input says, line by line, and ends with it.
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import trio
 
@@ -19,6 +20,7 @@ from benchmarks.streams import (
     NEAR,
     LinkEnd,
     choose_congestion_control,
+    payload_of,
     serve_hivemind,
     serve_trio_tls,
 )
@@ -35,7 +37,8 @@ class Far:
         self._process = process
         assert process.stdout is not None
         self._lines = _lines(process.stdout)
-        self.addresses: dict[str, str] = {}
+        self.addresses: dict[str, Any] = {}
+        """By what listens there: HOST:PORT, or a list of multiaddresses."""
 
     async def hear(self) -> bytes:
         """Return its next line."""
@@ -49,9 +52,10 @@ class Far:
 
 
 @asynccontextmanager
-async def open_far(folder: Path) -> AsyncIterator[Far]:
-    """Start the far process; end it when the block ends."""
-    command = [sys.executable, "-m", "benchmarks.far", str(folder)]
+async def open_far(folder: Path, largest_bytes: int) -> AsyncIterator[Far]:
+    """Start the far process, which sends no more than `largest_bytes` in a message; end it when
+    the block ends."""
+    command = [sys.executable, "-m", "benchmarks.far", str(folder), str(largest_bytes)]
     process = await trio.lowlevel.open_process(command, stdin=PIPE, stdout=PIPE)
     try:
         far = Far(process)
@@ -76,7 +80,7 @@ async def _lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[bytes]:
 # --- inside the far process -------------------------------------------------------------------
 
 
-async def _main(folder: Path) -> None:
+async def _main(folder: Path, largest_bytes: int) -> None:
     choose_congestion_control()
     thread = AsyncioThread("hivemind")
     try:
@@ -87,6 +91,7 @@ async def _main(folder: Path) -> None:
                 "trio": await nursery.start(serve_trio_tls, folder),
                 "hivemind": await nursery.start(serve_hivemind, thread),
             }
+            payload_of(largest_bytes)  # made now, not while something is measured
             print(json.dumps(addresses), flush=True)
             await _obey()
             nursery.cancel_scope.cancel()
@@ -105,4 +110,4 @@ async def _obey() -> None:
 
 
 if __name__ == "__main__":
-    trio.run(_main, Path(sys.argv[1]))
+    trio.run(_main, Path(sys.argv[1]), int(sys.argv[2]))

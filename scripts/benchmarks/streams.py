@@ -7,7 +7,6 @@ and nothing is measured that a user of it would not get. A message is a header a
 """
 
 import itertools
-import logging
 import socket
 import ssl
 import struct
@@ -29,8 +28,6 @@ from swarm.adapters.certificates import configure
 from swarm.adapters.tls import TlsTransport, parse_address
 from swarm.peer.links import Answer, Links
 from swarm.ports import Buffer
-
-log = logging.getLogger(__name__)
 
 NEAR = Identity.from_seed(sha256(b"near"))
 FAR = Identity.from_seed(sha256(b"far"))
@@ -127,8 +124,9 @@ class LinkEnd:
                 self._pongs.pop(number).set()
 
     def lost(self, peer: PeerId, reason: str) -> None:
-        """Note it: whoever waits for an answer would wait for ever."""
-        log.error("link lost reason=%r", reason)
+        """End the measurement: its messages are gone. The far end is left when it is over."""
+        if peer == FAR.peer:
+            raise RuntimeError(f"the link to the far process was lost: {reason}")
 
 
 # --- bare trio TLS -----------------------------------------------------------------------------
@@ -253,9 +251,7 @@ class HivemindStream:
         return seconds
 
 
-async def serve_hivemind(
-    thread: AsyncioThread, task_status: trio.TaskStatus[list[str]]
-) -> None:
+async def serve_hivemind(thread: AsyncioThread, task_status: trio.TaskStatus[list[str]]) -> None:
     """Be the far end until cancelled; give the addresses."""
 
     async def handle(info: Any, reader: Any, writer: Any) -> None:

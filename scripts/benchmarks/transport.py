@@ -44,7 +44,7 @@ def measure(*, quick: bool) -> Report:
 async def _measure(quick: bool) -> Report:
     congestion_control = choose_congestion_control()
     with TemporaryDirectory(prefix="swarm-bench-") as folder:
-        async with open_far(Path(folder)) as far, trio.open_nursery() as nursery:
+        async with open_far(Path(folder), LARGE_BYTES) as far, trio.open_nursery() as nursery:
             end = LinkEnd(NEAR, FAR.peer, Path(folder))
             await nursery.start(end.run)
             end.links.know(FAR.peer, (far.addresses["link"],))
@@ -112,7 +112,11 @@ def _delay_row(load: str, delays: Delays) -> Row:
 
 
 def _summary(times: Times, delays: dict[str, Delays]) -> Row:
-    speed = {name: 1 / statistics.median(found[0]) for (name, size), found in times.items() if size == LARGE_BYTES}
+    speed = {
+        name: 1 / statistics.median(found[0])
+        for (name, size), found in times.items()
+        if size == LARGE_BYTES
+    }
     best_trio = max(TRIO_PIECES, key=speed.__getitem__)
     answered = delays[LOADS[-1].name].answered_seconds
     return {

@@ -112,6 +112,11 @@ class Control:
         return self.leader == self.me.peer
 
     @property
+    def candidates(self) -> frozenset[PeerId]:
+        """Return the peers that this leader has taken in."""
+        return frozenset(self._candidates)
+
+    @property
     def trouble(self) -> str:
         """Return why training stands still, as far as this peer knows; "" while it does not."""
         if self.plan.body.halted:
@@ -179,6 +184,13 @@ class Control:
             self._links.post(peer, Certified(plan=proof))
         if self.plan.header.epoch == 0 and len(self._candidates) >= self._wait_for_peers:
             self._plan_first()
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """A link to a peer has ended. Who leaves before the first plan is no candidate for it."""
+        self.members.lost(peer, reason)
+        if self.plan.header.epoch == 0 and peer not in self._links.connected():
+            if self._candidates.pop(peer, None) is not None:
+                log.info("left peer=%s reason=%r", peer, reason)
 
     def _plan_first(self) -> None:
         candidates = [self._candidates[peer] for peer in sorted(self._candidates)]

@@ -128,6 +128,11 @@ class Link:
         self._said_goodbye = trio.Event()
         self._waiting: dict[int, trio.MemorySendChannel[Received]] = {}
 
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether this side has closed the link on purpose."""
+        return self._said_goodbye.is_set()
+
     async def open(self) -> None:
         """Exchange Hello. Raises PeerRefused or PeerUnreachable."""
         try:
@@ -352,9 +357,10 @@ class Links:
             return
         channel: Channel = TABLE[type(message)].channel or "control"
         key = (peer, channel)
-        if self._open.get(key):
+        link = self._usable(key)
+        if link is not None:
             try:
-                self._open[key][0].post(message, payloads)
+                link.post(message, payloads)
             except PeerUnreachable as fault:
                 self._receiver.lost(peer, fault.reason)
         elif key in self._dialling:
@@ -368,8 +374,7 @@ class Links:
 
         Raises PeerUnreachable or PeerRefused."""
         channel: Channel = TABLE[type(message(0))].channel or "control"
-        links = self._open.get((peer, channel))
-        link = links[0] if links else await self._connect(peer, channel)
+        link = self._usable((peer, channel)) or await self._connect(peer, channel)
         return await link.request(message(next(self._request_ids)))
 
     async def meet(self, address: str) -> PeerId:
@@ -385,7 +390,7 @@ class Links:
         """Open a bulk connection to a known peer unless there is one; return the peer.
 
         Raises PeerUnreachable or PeerRefused."""
-        if not self._open.get((peer, "bulk")):
+        if self._usable((peer, "bulk")) is None:
             await self._connect(peer, "bulk")
         return peer
 
@@ -406,6 +411,10 @@ class Links:
     def connected(self) -> frozenset[PeerId]:
         """Return the peers with which at least one link is open."""
         return frozenset(peer for (peer, _), links in self._open.items() if links)
+
+    def _usable(self, key: tuple[PeerId, Channel]) -> Link | None:
+        """Return the oldest link that is not being closed."""
+        return next((link for link in self._open.get(key, ()) if not link.is_leaving), None)
 
     # --- opening ----------------------------------------------------------------------
 
@@ -470,7 +479,7 @@ class Links:
         self._open.setdefault(key, []).append(link)
         link.connection.max_payload_bytes = self._max_payload_bytes
         for message, payloads in self._dialling.pop(key, ()):
-            self._open[key][0].post(message, payloads)
+            (self._usable(key) or link).post(message, payloads)
         reason = "said Goodbye"
         try:
             await link.serve()

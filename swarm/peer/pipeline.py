@@ -69,6 +69,7 @@ class Pipeline:
         self._input = shape.input if stage == 0 else body.stages[stage - 1].output
         self._target = shape.target
         self._output = body.stages[stage].output
+        self._most_weight = max(shape.target.elements, training.microbatch_size)
         self._inflow = Inflow(credit_window(body, stage))
         self._router: Router | None = None
         if not role.is_last:
@@ -122,6 +123,8 @@ class Pipeline:
             raise RemoteProtocolError(f"mb={mb} came by {message.path} from {sender}")
         if not self._step.version <= mb.step <= self._step.version + 1:
             raise RemoteProtocolError(f"mb={mb} arrives at version {self._step.version}")
+        if message.weight > self._most_weight:
+            raise RemoteProtocolError(f"mb={mb} weighs {message.weight} of {self._most_weight}")
         self._inflow.take(sender, mb)
         self._push(_Task(mb.step, FORWARD_RANK, mb.index, message, payload))
 

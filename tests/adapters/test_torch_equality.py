@@ -86,6 +86,15 @@ def test_standard_mode_gives_the_reference_up_to_the_order_of_sums() -> None:
     assert relative_error(exact, expected) < 1e-5
 
 
+def test_standard_mode_of_convolutions_errs_by_the_order_of_sums_alone() -> None:
+    """A reordered reference: the whole model in every replica, sums regrouped and nothing else."""
+    training = with_(execution(PICTURES, determinism="standard"), optimiser=MOMENTUM)
+    reordered = Swarm.start(training, (), [3]).train()
+    pipelined = Swarm.start(training, (1, 3), [3, 3, 3]).train()
+    assert pipelined == reordered
+    assert 0 < relative_error(tensors(reordered), tensors(reference(training))) < 3e-3
+
+
 def plain_gpt(training: Training) -> nn.Module:
     """The GPT as an ordinary module, made without the project's slicing."""
     made = gpt.layers(**training.model.arguments)  # type: ignore[arg-type]

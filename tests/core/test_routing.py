@@ -1,5 +1,6 @@
 """Which replica is next: windows hold, weights hold, and no step can block another."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -97,7 +98,9 @@ def test_a_replica_without_credit_misses_turns_and_does_not_get_them_back() -> N
         assert chooser.choose(0) == "a"
     for peer in "aaabbb":
         chooser.give_back(peer, 0)
-    assert [chooser.choose(0) for _ in range(6)] == ["a", "b"] * 3
+    chosen = [chooser.choose(0) for _ in range(6)]
+    assert sorted(chosen, key=str) == ["a", "a", "a", "b", "b", "b"]
+    assert all(one != next_one for one, next_one in itertools.pairwise(chosen))
 
 
 # --- the receiver's side --------------------------------------------------------------------------
