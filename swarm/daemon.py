@@ -35,6 +35,7 @@ from protocol.records import (
     Member,
     PeerRecord,
     Signed,
+    clip,
     sign_record,
 )
 from protocol.signing import Identity, PeerId
@@ -399,7 +400,7 @@ class Daemon:
             rtt_seconds=rtt_seconds,
             traffic=self._links.traffic.snapshot(),
             suspects=self.control.members.suspects(self.control.plan.body),
-            trouble=trouble,
+            trouble=clip(trouble),
         )
 
     def status(self) -> dict[str, object]:

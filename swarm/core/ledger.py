@@ -67,7 +67,10 @@ class Ledger:
     @property
     def loss_sum(self) -> float:
         """Return the exactly rounded sum of the losses: it does not depend on order."""
-        return math.fsum(self._losses.values())
+        try:
+            return math.fsum(self._losses.values())
+        except OverflowError:
+            return math.inf
 
     @property
     def flags(self) -> tuple[Flag, ...]:

@@ -2,7 +2,8 @@
 
 All members are given work. The number of stages minimises the predicted seconds per step,
 `sum(stage seconds) + (M - 1) * max(stage seconds / replicas)`: fill and drain of one microbatch,
-then the slowest stage group. Bandwidth is not part of this model.
+then the slowest stage group. Bandwidth is not part of this model, so it prefers the fewest stages
+that fit into memory; whoever knows better says how many.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ def first_plan(training: Training, candidates: Sequence[Candidate], stages: int 
 
     If `stages` or the manifest's cuts give the number, peers are divided evenly among stages;
     otherwise the next peer goes to the stage group that is slowest so far. Raises NoFeasiblePlan
-    if there are too few peers or layers, or if nobody has the data.
+    if there are too few peers or layers, if nobody has the data, or if a stage's state does not
+    fit into the smallest peer's memory.
     """
     if not candidates:
         raise NoFeasiblePlan("no peer has joined", hint="start a peer")
@@ -55,7 +57,8 @@ def first_plan(training: Training, candidates: Sequence[Candidate], stages: int 
     options = [
         _option(training, seconds, len(candidates), count, even=bool(wanted)) for count in counts
     ]
-    step_seconds, ranges, replicas = min(options, key=lambda option: option[0])
+    fitting = _fitting(training, candidates, options)
+    step_seconds, ranges, replicas = min(fitting, key=lambda option: option[0])
     groups = _groups(candidates, replicas)
     stage_plans = tuple(
         StagePlan(
@@ -157,9 +160,47 @@ def _check_feasible(
         )
 
 
+def state_bytes(training: Training, parameter_bytes: int) -> int:
+    """Return how much memory a stage's state takes, activations not counted.
+
+    Weights and the gradient that the optimiser gets; its moments; accumulator and reduced gradient,
+    of 8 bytes per float32 parameter in exact mode."""
+    exact = training.execution.determinism == "exact"
+    moments = 1 if training.optimiser.name == "sgd" else 2
+    return parameter_bytes * (2 + moments + (4 if exact else 2))
+
+
+_Option = tuple[float, tuple[tuple[int, int], ...], list[int]]
+"""Seconds per step, [first, last) of every stage, replicas of every stage."""
+
+
+def _fitting(
+    training: Training, candidates: Sequence[Candidate], options: Sequence[_Option]
+) -> list[_Option]:
+    """Return the options whose every stage fits into the smallest peer's memory."""
+    layers = candidates[0].request.layers
+    smallest = min(candidates, key=lambda each: each.request.memory_bytes).request
+
+    def largest_stage(option: _Option) -> int:
+        return max(
+            state_bytes(training, sum(layer.parameter_bytes for layer in layers[first:last]))
+            for first, last in option[1]
+        )
+
+    fitting = [each for each in options if largest_stage(each) <= smallest.memory_bytes]
+    if not fitting:
+        least = min(map(largest_stage, options))
+        raise NoFeasiblePlan(
+            f"a stage of the model takes {least} bytes of memory",
+            evidence=(f"{smallest.peer} has {smallest.memory_bytes} bytes",),
+            hint="ask for more stages, wait for more peers, or leave the smallest peer out",
+        )
+    return fitting
+
+
 def _option(
     training: Training, seconds: Sequence[float], peers: int, count: int, *, even: bool
-) -> tuple[float, tuple[tuple[int, int], ...], list[int]]:
+) -> _Option:
     """Return (seconds per step, ranges, replicas per stage) for a number of stages."""
     cuts = training.slicing.cuts or balanced_cuts(seconds, count)
     ranges = ranges_of(cuts, len(seconds))

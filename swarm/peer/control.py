@@ -188,9 +188,10 @@ class Control:
     def lost(self, peer: PeerId, reason: str) -> None:
         """A link to a peer has ended. Who leaves before the first plan is no candidate for it."""
         self.members.lost(peer, reason)
-        if self.plan.header.epoch == 0 and peer not in self._links.connected():
-            if self._candidates.pop(peer, None) is not None:
-                log.info("left peer=%s reason=%r", peer, reason)
+        is_candidate = self.plan.header.epoch == 0 and peer in self._candidates
+        if is_candidate and peer not in self._links.connected():
+            del self._candidates[peer]
+            log.info("left peer=%s reason=%r", peer, reason)
 
     def _plan_first(self) -> None:
         candidates = [self._candidates[peer] for peer in sorted(self._candidates)]
@@ -265,6 +266,10 @@ class Control:
         body = self.plan.body
         if message.stage >= len(body.stages) or sender not in replicas_of(body, message.stage):
             raise RemoteProtocolError(f"{sender} does not host stage {message.stage}")
+        if message.version != self.manifest.training.steps:
+            raise RemoteProtocolError(
+                f"{sender} ends with version {message.version} of {self.manifest.training.steps}"
+            )
         self._durable[sender] = message
         replicas = [
             (number, member.peer)

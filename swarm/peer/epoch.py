@@ -31,21 +31,20 @@ from protocol.messages import (
 from protocol.messages import (
     Training as TrainingMessage,
 )
-from protocol.records import Member, Training
+from protocol.records import Member, Training, clip
 from protocol.signing import PeerId
 from swarm.core.agreement import Plan
+from swarm.core.coordinators import GroupCoordinator, StepCoordinator
 from swarm.core.model import ModelShape
 from swarm.core.reduction import buckets
 from swarm.core.step import (
     Apply,
     Effect,
-    GroupCoordinator,
     Reduce,
     ReplicaState,
     ReplicaStep,
     Role,
     Send,
-    StepCoordinator,
     Trouble,
     role_of,
     step_coordinator_of,
@@ -239,7 +238,9 @@ class Epoch:
             totals = apply.totals
             if totals.loss is not None:
                 self.losses.append((apply.step, totals.loss))
-            log.info("committed step=%d verdict=%s loss=%s", apply.step, totals.verdict, totals.loss)
+            log.info(
+                "committed step=%d verdict=%s loss=%s", apply.step, totals.verdict, totals.loss
+            )
             self._perform(replica.step.applied(totals))
             if replica.step.state is ReplicaState.FINISHED:
                 await self._make_durable(replica)
@@ -340,4 +341,5 @@ def counted_tensors(shape: ModelShape, ranges: Sequence[tuple[int, int]]) -> tup
 def _halt_reason(apply: Apply) -> str:
     totals: Totals = apply.totals
     flags = ", ".join(f"microbatch {flag.index} in layer {flag.layer}" for flag in totals.flags)
-    return f"step {apply.step}: non-finite numbers: {flags or 'in the sum of the gradients'}"
+    text = f"step {apply.step}: non-finite numbers: {flags or 'in the sum of the gradients'}"
+    return clip(text)

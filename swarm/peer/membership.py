@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import trio
 
 from protocol.messages import Heartbeat, LeaderBeat, MemberView, Ping, Pong
-from protocol.records import PlanBody
+from protocol.records import PlanBody, clip
 from protocol.signing import PeerId
 from swarm.core.step import replicas_of, workers_of
 from swarm.peer.links import Links
@@ -110,7 +110,7 @@ class Membership:
             version=min((view.version for view in views if view.peer in hosts), default=0),
             loss=losses[max(losses)] if losses else None,
             samples_per_second=self._samples_per_second(body),
-            trouble=trouble or self._trouble(body, now),
+            trouble=clip(trouble or self._trouble(body, now)),
         )
 
     def _view(self, peer: PeerId, seen: _Seen, now: float) -> MemberView:

@@ -123,6 +123,8 @@ class Pipeline:
             raise RemoteProtocolError(f"mb={mb} came by {message.path} from {sender}")
         if not self._step.version <= mb.step <= self._step.version + 1:
             raise RemoteProtocolError(f"mb={mb} arrives at version {self._step.version}")
+        if mb.step == self._step.version and mb.index in self._executor.ledger:
+            raise RemoteProtocolError(f"mb={mb} is in the ledger already")
         if message.weight > self._most_weight:
             raise RemoteProtocolError(f"mb={mb} weighs {message.weight} of {self._most_weight}")
         self._inflow.take(sender, mb)

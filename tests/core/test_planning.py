@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.packing import canonical, unpack
 from protocol.records import MAX_TEXT_CHARS, Completed, PlanBody
-from swarm.core.planning import completing_plan, first_plan, halting_plan
+from swarm.core.planning import Candidate, completing_plan, first_plan, halting_plan
 from swarm.core.slicing import balanced_cuts
 from swarm.core.verification import check_plan
 from swarm.errors import NoFeasiblePlan
@@ -205,3 +205,23 @@ def test_however_much_there_is_to_say_a_halting_plan_can_be_read() -> None:
     assert unpack(canonical(halted), PlanBody) == halted
     assert halted.halted[:1000] == why[:1000]
     assert len(halted.halted) == MAX_TEXT_CHARS
+
+
+def with_memory(memory_bytes: int) -> list[Candidate]:
+    """Four peers, one of them with this little memory."""
+    members = candidates(4, RUN, [1.0, 1.0])
+    request = msgspec.structs.replace(members[2].request, memory_bytes=memory_bytes)
+    return [*members[:2], Candidate(members[2].record, request), members[3]]
+
+
+def test_the_fewest_stages_whose_state_fits_into_the_smallest_memory() -> None:
+    """Standard AdamW keeps six times the parameters: weights, gradient, two moments, two sums.
+
+    The two layers have 16 bytes of parameters each."""
+    for memory_bytes, stages in ((192, 1), (191, 2), (96, 2)):
+        assert len(first_plan(RUN.training, with_memory(memory_bytes)).stages) == stages
+    with pytest.raises(NoFeasiblePlan, match="96 bytes of memory"):
+        first_plan(RUN.training, with_memory(95))
+    exact = manifest(run=training(determinism="exact"))
+    with pytest.raises(NoFeasiblePlan, match="128 bytes of memory"):
+        first_plan(exact.training, with_memory(127))

@@ -35,17 +35,16 @@ from protocol.messages import (
 from protocol.packing import unpack
 from protocol.records import Generation, Member, PlanBody
 from protocol.signing import PeerId
+from swarm.core.coordinators import GroupCoordinator, StepCoordinator
 from swarm.core.ledger import Ledger, bitmap_of, indices_of
 from swarm.core.step import (
     Apply,
     Effect,
-    GroupCoordinator,
     Reduce,
     ReplicaState,
     ReplicaStep,
     Role,
     Send,
-    StepCoordinator,
     Trouble,
     replicas_of,
     role_of,

@@ -1,0 +1,228 @@
+"""Who watches a step: one replica of every stage its ledgers, one replica of all the whole.
+
+`GroupCoordinator` is the first replica of a stage: when the ledgers of its group partition the
+step, the reduction starts. `StepCoordinator` is the first replica of stage 0: it merges Reports
+into one Resume, and Prepared into one Commit. The rule: what does not fit together is trouble,
+never a step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import (
+    MAX_FLAGS,
+    Commit,
+    Flag,
+    LedgerReport,
+    Missing,
+    Prepared,
+    Report,
+    Resume,
+    StartReduction,
+)
+from protocol.records import Training
+from protocol.signing import PeerId
+from swarm.core.ledger import bitmap_of
+from swarm.core.step import Effect, Role, Send, Trouble, replicas_of, workers_of
+from swarm.core.totals import totals_of
+
+
+class GroupCoordinator:
+    """Watches the ledgers of one stage: when they partition the step, the reduction starts."""
+
+    def __init__(self, role: Role, training: Training, version: int = 0) -> None:
+        self._role = role
+        self._microbatches = training.microbatches_per_step
+        self._reports: dict[PeerId, LedgerReport] = {}
+        self._step = version
+
+    def ledger(self, sender: PeerId, message: LedgerReport) -> list[Effect]:
+        """Take in a replica's ledger. In one epoch and step a ledger only grows, so an older
+        report that comes late changes nothing.
+
+        Raises RemoteProtocolError if the sender is not of this stage, if its bitmap is not one
+        of this step's size, or if it has lost an index."""
+        if sender not in self._role.group or message.stage != self._role.stage:
+            raise RemoteProtocolError(f"{sender} reports a ledger of stage {message.stage}")
+        indices = self._indices(sender, message)
+        if message.step < self._step:
+            return []
+        if message.step > self._step:
+            raise RemoteProtocolError(
+                f"{sender} reports a ledger of step {message.step}, {self._step} is in hand"
+            )
+        before = _mask(self._reports[sender].bitmap) if sender in self._reports else 0
+        if indices | before not in (indices, before):
+            raise RemoteProtocolError(
+                f"the ledger of {sender} has lost {_named(before & ~indices)}"
+            )
+        if indices != indices | before:
+            return []
+        self._reports[sender] = message
+        return self._check()
+
+    def _indices(self, sender: PeerId, message: LedgerReport) -> int:
+        size, indices = (self._microbatches + 7) // 8, _mask(message.bitmap)
+        if len(message.bitmap) != size or indices >> self._microbatches:
+            raise RemoteProtocolError(
+                f"ledger of {sender}: {len(message.bitmap)} bytes, {indices.bit_length()} bits "
+                f"for {self._microbatches} microbatches"
+            )
+        return indices
+
+    def _check(self) -> list[Effect]:
+        seen = 0
+        for sender in sorted(self._reports):
+            indices = _mask(self._reports[sender].bitmap)
+            if seen & indices:
+                return [
+                    Trouble(
+                        f"step {self._step}: {_named(seen & indices)} in two ledgers of stage "
+                        f"{self._role.stage}, one of {sender}"
+                    )
+                ]
+            seen |= indices
+        if seen.bit_count() < self._microbatches:
+            return []
+        ordered = [self._reports[peer] for peer in self._role.group if peer in self._reports]
+        start = StartReduction(
+            fence=self._role.fence,
+            step=self._step,
+            stage=self._role.stage,
+            weight=sum(report.weight for report in ordered),
+            flags=_first_flags(flag for report in ordered for flag in report.flags),
+            loss_sum=sum(report.loss_sum for report in ordered),
+        )
+        self._reports = {}
+        self._step += 1
+        return [Send(peer, start) for peer in self._role.group]
+
+
+@dataclass
+class StepCoordinator:
+    """Merges what all replicas say: Reports into one Resume, Prepared into one Commit."""
+
+    role: Role
+    training: Training
+    counted: Sequence[int]
+    """How many tensors each stage counts in the norm."""
+    _reports: dict[PeerId, Report] = field(default_factory=dict)
+    _prepared: dict[PeerId, Prepared] = field(default_factory=dict)
+    _step: int = -1
+
+    def report(self, sender: PeerId, message: Report) -> list[Effect]:
+        """Take in what a replica holds; with the last one, let the step in hand go on."""
+        replicas = self._replicas()
+        if sender not in replicas:
+            raise RemoteProtocolError(f"{sender} reports and hosts no stage")
+        self._reports[sender] = message
+        if self._step >= 0 or set(self._reports) != set(replicas):
+            return []
+        trouble = self._disagreement()
+        if trouble:
+            return [Trouble(trouble)]
+        self._step = self._reports[sender].held[0].version
+        everything = bitmap_of(
+            range(self.training.microbatches_per_step), self.training.microbatches_per_step
+        )
+        resume = Resume(
+            fence=self.role.fence,
+            step=self._step,
+            missing=tuple(Missing(stage, everything) for stage in range(len(self.counted))),
+        )
+        return [Send(peer, resume) for peer in workers_of(self.role.body)]
+
+    def prepared(self, sender: PeerId, message: Prepared) -> list[Effect]:
+        """Take in that a replica is prepared; with the last one, let everybody commit.
+
+        Raises RemoteProtocolError if it is not what a replica of that stage can say."""
+        if sender not in replicas_of(self.role.body, self._checked_stage(message)):
+            raise RemoteProtocolError(f"{sender} is no replica of stage {message.stage}")
+        if len(message.square_norms) != self.counted[message.stage]:
+            raise RemoteProtocolError(
+                f"{len(message.square_norms)} norms of stage {message.stage}, "
+                f"which counts {self.counted[message.stage]} tensors"
+            )
+        if message.step != self._step:
+            return []
+        self._prepared[sender] = message
+        if set(self._prepared) != set(self._replicas()):
+            return []
+        trouble = self._split_gradient()
+        if trouble:
+            return [Trouble(trouble)]
+        firsts = [self._prepared[stage.replicas[0].peer] for stage in self.role.body.stages]
+        weights = {prepared.weight for prepared in firsts}
+        if len(weights) != 1:
+            return [Trouble(f"step {self._step}: stages count weights {sorted(weights)}")]
+        totals = totals_of(
+            [prepared.square_norms for prepared in firsts],
+            firsts[-1].weight,
+            _first_flags(flag for prepared in firsts for flag in prepared.flags),
+            firsts[-1].loss_sum,
+            self.training.execution.on_nonfinite,
+        )
+        commit = Commit(fence=self.role.fence, step=self._step, totals=totals)
+        self._prepared = {}
+        self._step += 1
+        return [Send(peer, commit) for peer in workers_of(self.role.body)]
+
+    def _checked_stage(self, message: Prepared) -> int:
+        if message.stage >= len(self.counted):
+            raise RemoteProtocolError(f"stage {message.stage} of {len(self.counted)}")
+        return message.stage
+
+    def _replicas(self) -> list[PeerId]:
+        return [peer for stage in range(len(self.counted)) for peer in self._group(stage)]
+
+    def _group(self, stage: int) -> tuple[PeerId, ...]:
+        return replicas_of(self.role.body, stage)
+
+    def _disagreement(self) -> str:
+        """Return what keeps the reports from being one state, or ""."""
+        versions = set()
+        for number, stage in enumerate(self.role.body.stages):
+            hashes = set()
+            for member in stage.replicas:
+                held = self._reports[member.peer].held
+                if len(held) != 1 or (held[0].first, held[0].last) != (stage.first, stage.last):
+                    return f"{member.peer} does not hold stage {number}"
+                versions.add(held[0].version)
+                hashes.add(held[0].root_hash)
+            if len(hashes) != 1:
+                seen = ", ".join(sorted(each.hex()[:16] for each in hashes))
+                return f"replicas of stage {number} hold different weights: {seen}"
+        if len(versions) != 1:
+            return f"stages hold versions {sorted(versions)}"
+        return ""
+
+    def _split_gradient(self) -> str:
+        """Return why the replicas of a stage are not prepared with one gradient, or ""."""
+        for stage in range(len(self.counted)):
+            said = {
+                (
+                    repr(self._prepared[peer].square_norms),
+                    self._prepared[peer].weight,
+                    self._prepared[peer].flags,
+                )
+                for peer in self._group(stage)
+            }
+            if len(said) != 1:
+                return f"step {self._step}: replicas of stage {stage} reduced different gradients"
+        return ""
+
+
+def _mask(bitmap: bytes) -> int:
+    """Return a bitmap as a number whose bit i is index i."""
+    return int.from_bytes(bitmap, "little")
+
+
+def _named(mask: int) -> str:
+    """Return some of the indices of a mask as text."""
+    indices = [i for i in range(mask.bit_length()) if mask >> i & 1]
+    return f"indices {indices[:8]}" + (f" and {len(indices) - 8} more" if indices[8:] else "")
+
+
+def _first_flags(flags: Iterable[Flag]) -> tuple[Flag, ...]:
+    return tuple(sorted(set(flags))[:MAX_FLAGS])
