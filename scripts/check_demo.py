@@ -24,7 +24,7 @@ def main(work: Path) -> int:
     if hashes[0] != hashes[1]:
         failures.append("the swarm's weights are not those of one process")
     if fall <= LEAST_FALL_NATS:
-        failures.append(f"the loss fell by {fall:.3f} nats, more than {LEAST_FALL_NATS} is expected")
+        failures.append(f"the loss fell by {fall:.3f} nats, not by more than {LEAST_FALL_NATS}")
     left = sorted(path.name for path in work.iterdir() if path.name not in (*names, "report.json"))
     if left:
         failures.append(f"temporary files were left: {', '.join(left)}")

@@ -146,12 +146,13 @@ class StageExecutor(Protocol):
 
     A microbatch's gradient is added to the accumulator and its index to `ledger` in the same
     task, so that the two never disagree. A flagged (non-finite) index adds nothing to the
-    accumulator.
+    accumulator. What does not fit (bytes, a token id out of range, a microbatch of another step)
+    raises ValueError and changes nothing; an index that the ledger has raises DoubleCount.
     """
 
     @property
     def ledger(self) -> Ledger:
-        """Return the ledger of the step in hand."""
+        """Return the ledger of the step in hand as it is now: a copy."""
         ...
 
     @property
@@ -170,16 +171,20 @@ class StageExecutor(Protocol):
         ...
 
     async def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
-        """Run the layers; keep what backward needs. Output of shape `StagePlan.output`."""
+        """Run the layers; keep what backward needs. Output of shape `StagePlan.output`.
+
+        A non-finite outcome keeps nothing and is not in the ledger yet: call `flag`."""
         ...
 
     async def backward(self, mb: Microbatch, gradient: Buffer, weight: int) -> Outcome:
         """Backward of an earlier forward: accumulates, adds to the ledger, returns the gradient
-        of the input (no tensor on stage 0)."""
+        of the input (no tensor on stage 0). A non-finite outcome is in the ledger, flagged."""
         ...
 
     async def turn(self, mb: Microbatch, inputs: Buffer, targets: Buffer, weight: int) -> Turn:
-        """Last stage: forward, loss (a sum; kept in the ledger), backward, accumulate."""
+        """Last stage: forward, loss (a sum; kept in the ledger), backward, accumulate.
+
+        A non-finite outcome is in the ledger, flagged; a bad loss names the layer "loss"."""
         ...
 
     async def flag(self, mb: Microbatch, layer: str, weight: int) -> None:
@@ -205,7 +210,9 @@ class StageExecutor(Protocol):
         ...
 
     async def commit(self, step: int, totals: Totals) -> None:
-        """Apply (or skip) the step; empty accumulator and ledger; version becomes step + 1."""
+        """Apply (or skip) the step; empty accumulator and ledger; version becomes step + 1.
+
+        A verdict of halt changes nothing."""
         ...
 
     async def layer_state(self, layer: int) -> Buffer:

@@ -81,7 +81,7 @@ class Size:
         return (self.last - self.first) * 8 * self.batch * self.context
 
 
-FULL = Size(stages=4, repetitions=2, first=0, last=6, width=256, depth=8, context=128, batch=8)
+FULL = Size(stages=4, repetitions=2, first=0, last=8, width=256, depth=8, context=128, batch=6)
 QUICK = Size(stages=2, repetitions=1, first=0, last=1, width=32, depth=1, context=16, batch=1)
 
 

@@ -320,6 +320,30 @@ def test_a_payload_arrives_in_the_memory_that_was_allocated_for_it() -> None:
     assert bytes(given_out) == b"abcdefgh"
 
 
+@given(
+    st.binary(min_size=1, max_size=300),
+    st.integers(0, 299),
+    st.lists(st.integers(1, 300), min_size=1),
+)
+def test_a_stream_may_fill_the_memory_of_a_payload_itself(
+    payload: bytes, cut: int, sizes: list[int]
+) -> None:
+    ours = opened()
+    assert len(ours.awaited_payload) == 0
+    head = encode(backward(TensorSpec("uint8", (len(payload),))))
+    received = ours.receive_data(head + payload[:cut])
+    for size in [*sizes, len(payload)]:
+        missing = ours.awaited_payload[:size]
+        if len(missing):
+            assert not received
+            start = len(payload) - len(ours.awaited_payload)
+            missing[:] = payload[start : start + len(missing)]
+            received = ours.receive_filled(len(missing))
+    assert [bytes(each.payload) for each in received] == [payload]
+    assert len(ours.awaited_payload) == 0 and ours.mid_frame_bytes is None
+    assert [each.message for each in ours.receive_data(encode(GetManifest(id=1)))]
+
+
 def test_who_allocates_may_refuse_before_a_byte_of_the_payload_came() -> None:
     asked = []
 

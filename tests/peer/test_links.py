@@ -1,0 +1,250 @@
+"""Links between two peers over real TLS: order, requests, ends."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from protocol.connection import Received
+from protocol.errors import RemoteProtocolError
+from protocol.messages import (
+    Backward,
+    Certified,
+    Fence,
+    Forward,
+    GatherShard,
+    GetChain,
+    GetManifest,
+    ManifestAnswer,
+    Message,
+    Microbatch,
+    Ping,
+)
+from protocol.records import CertifiedPlan, Generation, PeerRecord, TensorSpec
+from protocol.signing import Identity, PeerId
+from swarm.adapters.tls import TlsTransport
+from swarm.errors import PeerUnreachable
+from swarm.peer.links import Answer, Links
+
+RUN = b"r" * 32
+KEY = b"k" * 32
+FENCE = Fence(Generation(), 1, 1)
+TENSOR = TensorSpec("float32", (2, 3))
+BYTES = memoryview(bytes(range(24)))
+
+
+@dataclass
+class End:
+    """One peer with its links; it keeps what it hears and answers what it is asked."""
+
+    identity: Identity
+    folder: Path
+    refuse: type[Message] | None = None
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        self.heard_send, self.heard = trio.open_memory_channel[tuple[PeerId, Received]](1000)
+        self.ends_send, self.ends = trio.open_memory_channel[tuple[PeerId, str]](100)
+        transport = TlsTransport(self.identity, KEY, self.folder)
+        self.links = Links(
+            transport=transport, me=self.identity.peer, run=RUN, boot=1, receiver=self
+        )
+
+    def check_payload(self, peer: PeerId, message: Message) -> None:
+        if self.refuse is not None and isinstance(message, self.refuse):
+            raise RemoteProtocolError("these tensors are not wanted")
+
+    async def handle(self, peer: PeerId, boot: int, received: Received, answer: Answer) -> None:
+        match received.message:
+            case GetManifest(id=number):
+                answer(ManifestAnswer(id=number, manifest=b"m"), ())
+            case Ping(number=666):
+                raise RemoteProtocolError("666 is not a number")
+            case GetChain():
+                pass  # never answered
+            case _:
+                await self.heard_send.send((peer, received))
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        self.ends_send.send_nowait((peer, reason))
+
+    async def run(self, task_status: trio.TaskStatus[None]) -> None:
+        def started(address: str) -> None:
+            self.address = address
+            task_status.started()
+
+        await self.links.run(started=started)
+
+
+@dataclass
+class Pair:
+    one: End
+    other: End
+
+
+def between(tmp_path: Path, scenario: Callable[[Pair], Awaitable[None]], **changes: object) -> None:
+    async def main() -> None:
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                one, other = (
+                    End(Identity.from_seed(bytes([n]) * 32), tmp_path, **changes)  # type: ignore[arg-type]
+                    for n in (1, 2)
+                )
+                for end in (one, other):
+                    await nursery.start(end.run)
+                one.links.know(other.identity.peer, (other.address,))
+                await scenario(Pair(one, other))
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def forward(index: int, tensors: Sequence[TensorSpec] = (TENSOR,)) -> Forward:
+    return Forward(
+        fence=FENCE, microbatch=Microbatch(0, index), weight=1, path=(), tensors=tuple(tensors)
+    )
+
+
+def test_what_waits_is_sent_by_rank_and_then_in_order(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        peer = pair.other.identity.peer
+        gather = GatherShard(fence=FENCE, step=0, bucket=0, shard=0, tensors=(TENSOR,))
+        backward = Backward(fence=FENCE, microbatch=Microbatch(0, 0), path=(), tensors=(TENSOR,))
+        certified = Certified(plan=CertifiedPlan(b"h", b"b", None))
+        # All of it is said before the connection is open, so all of it waits together.
+        for message in (gather, forward(0), forward(1), backward):
+            pair.one.links.post(peer, message, (BYTES,))
+        pair.one.links.post(peer, certified)
+        heard = [(await pair.other.heard.receive())[1] for _ in range(5)]
+        assert [each.message for each in heard] == [
+            certified,
+            backward,
+            forward(0),
+            forward(1),
+            gather,
+        ]
+        assert all(each.payload == BYTES for each in heard[1:])
+
+    between(tmp_path, scenario)
+
+
+def test_both_use_the_connection_that_one_has_opened(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        pair.one.links.post(pair.other.identity.peer, Ping(number=1))
+        sender, received = await pair.other.heard.receive()
+        assert sender == pair.one.identity.peer and received.message == Ping(number=1)
+        # It has never been told where the first one lives.
+        pair.other.links.post(sender, Ping(number=2))
+        assert (await pair.one.heard.receive())[1].message == Ping(number=2)
+
+    between(tmp_path, scenario)
+
+
+def test_a_peer_hears_itself(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        me = pair.one.identity.peer
+        pair.one.links.post(me, forward(0, (TENSOR, TENSOR)), (BYTES, BYTES))
+        sender, received = await pair.one.heard.receive()
+        assert sender == me and bytes(received.payload) == bytes(BYTES) * 2
+
+    between(tmp_path, scenario)
+
+
+def test_requests_are_answered_on_their_own_link(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        for _ in range(3):
+            received = await pair.one.links.request(
+                pair.other.identity.peer, lambda number: GetManifest(id=number)
+            )
+            assert isinstance(received.message, ManifestAnswer)
+            assert received.message.manifest == b"m"
+
+    between(tmp_path, scenario)
+
+
+def test_a_request_ends_with_its_link(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        peer = pair.other.identity.peer
+        assert await pair.one.links.reach(peer) == peer
+
+        async def ask() -> None:
+            with pytest.raises(PeerUnreachable, match="no answer to GetChain"):
+                await pair.one.links.request(peer, lambda number: GetChain(id=number, epoch=0))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            await pair.other.links.say_goodbye()
+
+    between(tmp_path, scenario)
+
+
+def test_a_fault_is_told_to_who_made_it_and_ends_the_link(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        peer = pair.other.identity.peer
+        pair.one.links.post(peer, Ping(number=666))
+        assert await pair.one.ends.receive() == (peer, "666 is not a number")
+        assert await pair.other.ends.receive() == (
+            pair.one.identity.peer,
+            "666 is not a number",
+        )
+        # The next word opens a new one.
+        pair.one.links.post(peer, Ping(number=1))
+        assert (await pair.other.heard.receive())[1].message == Ping(number=1)
+
+    between(tmp_path, scenario)
+
+
+def test_tensors_that_are_not_wanted_end_the_link_before_they_come(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        peer = pair.other.identity.peer
+        pair.one.links.post(peer, forward(0), (BYTES,))
+        assert (await pair.one.ends.receive())[1] == "these tensors are not wanted"
+
+    between(tmp_path, scenario, refuse=Forward)
+
+
+def test_a_peer_of_whom_nothing_is_known_or_that_is_gone_is_lost(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        stranger = Identity.from_seed(b"3" * 32).peer
+        pair.one.links.post(stranger, Ping(number=1))
+        assert await pair.one.ends.receive() == (stranger, "no address is known")
+        pair.one.links.know(stranger, (pair.other.address,))
+        pair.one.links.post(stranger, Ping(number=1))
+        lost, reason = await pair.one.ends.receive()
+        assert lost == stranger and "another peer answered" in reason
+
+    between(tmp_path, scenario)
+
+
+def test_only_a_newer_record_moves_a_peer(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        def record(boot: int, sequence: int, address: str) -> PeerRecord:
+            return PeerRecord(RUN, "somebody", boot, (address,), (), sequence)
+
+        links = pair.one.links
+        for boot, sequence, address, now in (
+            (1, 2, "a:1", "a:1"),
+            (1, 1, "b:1", "a:1"),
+            (2, 1, "c:1", "c:1"),
+            (1, 9, "d:1", "c:1"),
+        ):
+            links.know_record(record(boot, sequence, address))
+            assert links.address_of("somebody") == now
+        await trio.lowlevel.checkpoint()
+
+    between(tmp_path, scenario)
+
+
+def test_traffic_is_counted_by_kind_on_both_sides(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        pair.one.links.post(pair.other.identity.peer, forward(0), (BYTES,))
+        _, received = await pair.other.heard.receive()
+        (count,) = pair.other.links.traffic.snapshot()
+        assert (count.kind, count.sent_bytes) == ("Forward", 0)
+        assert count.received_bytes == received.frame_bytes > len(BYTES)
+
+    between(tmp_path, scenario)
