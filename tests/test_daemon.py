@@ -316,3 +316,26 @@ def test_a_plan_names_only_what_its_council_decided(tmp_path: Path) -> None:
         await trio.lowlevel.checkpoint()
 
     with_rogue(tmp_path, scenario)
+
+
+def test_a_token_that_is_none_halts_the_run_with_its_microbatch(tmp_path: Path) -> None:
+    """Out of range is not a shape: only the executor sees it. It must not end the daemon."""
+
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        message = rogue.forward(0)
+        hidden, targets = message.tensors
+        wrong = numpy.full(targets.shape, 10**6, numpy.int64).data.cast("B")
+        rogue.links.post(victim, message, (memoryview(bytes(hidden.nbytes)), wrong))
+        while True:
+            proof = (await rogue.hear(Certified)).message
+            assert isinstance(proof, Certified)
+            body = decode_record(proof.plan.body, PlanBody)
+            if body.halted:
+                break
+        assert "mb=0/0" in body.halted and rogue.identity.peer in body.halted
+        assert node.daemon.control.trouble == body.halted
+        assert len(node.daemon.ledger) == 0
+
+    with_rogue(tmp_path, scenario)

@@ -13,6 +13,7 @@ from torch import Tensor
 from protocol.messages import Microbatch, Totals
 from protocol.records import Training, sha256
 from swarm.adapters.torch_gradients import Gradients, Place
+from swarm.adapters.torch_import import FAULTS, describe
 from swarm.adapters.torch_numerics import (
     Boundary,
     FixedPoint,
@@ -116,13 +117,20 @@ class StageLayers:
         for layer, watched in zip(self._layers, self._watched, strict=True):
             number = layer.number
             versions = [tensor._version for _, tensor in watched]
-            hidden = apply_layer(
-                layer,
-                hidden,
-                seed_of(self._settings.seed, mb.step, mb.index, number),
-                in_place=self._found.in_place[number],
-                settings=self._settings,
-            )
+            try:
+                hidden = apply_layer(
+                    layer,
+                    hidden,
+                    seed_of(self._settings.seed, mb.step, mb.index, number),
+                    in_place=self._found.in_place[number],
+                    settings=self._settings,
+                )
+            except FAULTS as fault:
+                raise ModelError(
+                    f"layer {layer.name!r} does not run: {describe(fault)}",
+                    evidence=(f"microbatch {mb}",),
+                    hint="mend the model, and start a new run",
+                ) from fault
             for (name, tensor), version in zip(watched, versions, strict=True):
                 if tensor._version != version:
                     raise ModelError(f"layer {layer.name!r} changes {name!r} in its forward")
@@ -141,7 +149,14 @@ class StageLayers:
             wanted.append(passed.inputs)
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if wanted and root.requires_grad:
-            found = torch.autograd.grad(root, wanted, cotangent, allow_unused=True)
+            try:
+                found = torch.autograd.grad(root, wanted, cotangent, allow_unused=True)
+            except FAULTS as fault:
+                names = f"{self._layers[0].name!r} to {self._layers[-1].name!r}"
+                raise ModelError(
+                    f"layers {names} do not run backward: {describe(fault)}",
+                    hint="mend the model, and start a new run",
+                ) from fault
         additions = []
         for use, gradient in zip(self._uses, found, strict=False):
             if gradient is not None:

@@ -7,7 +7,7 @@ version. Nothing here waits for the network while there is something to compute.
 import heapq
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
@@ -15,9 +15,11 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import Backward, Forward, Microbatch
 from protocol.records import TensorSpec, Training
 from protocol.signing import PeerId
+from swarm.core.ledger import DoubleCount
 from swarm.core.model import ModelShape
 from swarm.core.routing import Inflow, Router, credit_window
-from swarm.core.step import Effect, ReplicaState, ReplicaStep, Role, replicas_of
+from swarm.core.step import Effect, ReplicaState, ReplicaStep, Role, Trouble, replicas_of
+from swarm.errors import ModelError
 from swarm.peer.links import Links
 from swarm.ports import Buffer, StageExecutor
 
@@ -33,8 +35,8 @@ class _Task:
     step: int
     rank: int
     index: int
-    message: Forward | Backward
-    payload: Buffer
+    message: Forward | Backward = field(compare=False)
+    payload: Buffer = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Pipeline:
             )
         self._tasks: list[_Task] = []
         self._work = trio.Event()
+        self._in_hand: set[Microbatch] = set()
         self._journeys: dict[Microbatch, _Journey] = {}
         self._without_credit: list[tuple[Forward, Sequence[Buffer]]] = []
         self._sent_to: dict[Microbatch, PeerId] = {}
@@ -125,9 +128,12 @@ class Pipeline:
             raise RemoteProtocolError(f"mb={mb} arrives at version {self._step.version}")
         if mb.step == self._step.version and mb.index in self._executor.ledger:
             raise RemoteProtocolError(f"mb={mb} is in the ledger already")
+        if mb in self._in_hand:
+            raise RemoteProtocolError(f"mb={mb} was sent twice, now by {sender}")
         if message.weight > self._most_weight:
             raise RemoteProtocolError(f"mb={mb} weighs {message.weight} of {self._most_weight}")
         self._inflow.take(sender, mb)
+        self._in_hand.add(mb)
         self._push(_Task(mb.step, FORWARD_RANK, mb.index, message, payload))
 
     def backward(self, sender: PeerId, message: Backward, payload: Buffer) -> None:
@@ -158,10 +164,22 @@ class Pipeline:
             if task is None:
                 self._work = trio.Event()
                 await self._work.wait()
-            elif isinstance(task.message, Forward):
+            else:
+                await self._compute(task)
+
+    async def _compute(self, task: _Task) -> None:
+        """Compute one task. What the model or the sender did wrong stops training, with a reason;
+        nothing has been accumulated then."""
+        mb = task.message.microbatch
+        try:
+            if isinstance(task.message, Forward):
                 await self._compute_forward(task.message, task.payload)
             else:
                 await self._compute_backward(task.message, task.payload)
+        except ModelError as error:
+            self._perform([Trouble(f"mb={mb}: {error.what}")])
+        except (ValueError, DoubleCount) as error:
+            self._perform([Trouble(f"mb={mb} by way of {task.message.path}: {error}")])
 
     def _next(self) -> _Task | None:
         ready = self._step.state is ReplicaState.FILLING and self._tasks
@@ -229,6 +247,7 @@ class Pipeline:
         journey = self._journeys.pop(mb)
         source = journey.path[-1]
         self._inflow.release(source, mb)
+        self._in_hand.remove(mb)
         self.samples += self._training.microbatch_size
         tensors = () if self._role.stage == 0 or gradient is None else (self._input,)
         backward = Backward(
