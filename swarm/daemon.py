@@ -47,7 +47,8 @@ from swarm.errors import JoinError, PeerError
 from swarm.peer.control import Control
 from swarm.peer.epoch import Epoch
 from swarm.peer.joining import JOIN_SECONDS, RETRY_SECONDS, find_swarm, join
-from swarm.peer.links import Answer, Links
+from swarm.peer.link import Answer
+from swarm.peer.links import Links
 from swarm.peer.state import gather_layers, serve_state
 from swarm.peer.status import status_of
 from swarm.ports import (

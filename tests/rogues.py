@@ -45,7 +45,8 @@ from swarm.core.ledger import bitmap_of
 from swarm.core.model import Profile
 from swarm.homes import Overrides, create_home
 from swarm.node import Node
-from swarm.peer.links import Answer, Links
+from swarm.peer.link import Answer
+from swarm.peer.links import Links
 from tests.processes.swarms import GPT, manifest
 
 DEADLINE_SECONDS = 60

@@ -33,6 +33,9 @@ seed = 1
 factory = "swarm.models.gpt:layers"
 arguments = {{ width = {width}, depth = {depth}, heads = 4, context = {context} }}
 
+[slicing]
+cuts = {cuts}
+
 [data]
 source = "text"
 files = ["${{stdlib}}/*.py"]
@@ -47,15 +50,14 @@ clip_norm = 1.0
 determinism = "exact"
 """
 POLL_SECONDS = 0.01
-LEAVE_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     """How much to measure."""
 
-    stages: int
-    """As many peers, one for each."""
+    cuts: tuple[int, ...]
+    """Layers at which stages begin: given, so that no stage is short by accident."""
     repetitions: int
     first: int
     last: int
@@ -69,6 +71,7 @@ class Size:
         """Return the manifest of a run that goes one step beyond the last."""
         return MANIFEST.format(
             steps=self.last + 2,
+            cuts=list(self.cuts),
             batch=self.batch,
             width=self.width,
             depth=self.depth,
@@ -76,13 +79,20 @@ class Size:
         )
 
     @property
+    def stages(self) -> int:
+        """Return the number of stages, and of peers: one for each."""
+        return len(self.cuts) + 1
+
+    @property
     def tokens(self) -> int:
         """Return how many tokens are trained between the two commits."""
         return (self.last - self.first) * 8 * self.batch * self.context
 
 
-FULL = Size(stages=4, repetitions=2, first=0, last=8, width=256, depth=8, context=128, batch=6)
-QUICK = Size(stages=2, repetitions=1, first=0, last=1, width=32, depth=1, context=16, batch=1)
+FULL = Size(
+    cuts=(3, 5, 7), repetitions=2, first=0, last=8, width=256, depth=8, context=128, batch=6
+)
+QUICK = Size(cuts=(2,), repetitions=1, first=0, last=2, width=128, depth=2, context=64, batch=4)
 
 
 def measure(*, quick: bool) -> Report:

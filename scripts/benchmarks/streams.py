@@ -26,7 +26,8 @@ from protocol.signing import Identity, PeerId
 from swarm.adapters.asyncio_thread import AsyncioThread
 from swarm.adapters.certificates import configure
 from swarm.adapters.tls import TlsTransport, parse_address
-from swarm.peer.links import Answer, Links
+from swarm.peer.link import Answer
+from swarm.peer.links import Links
 from swarm.ports import Buffer
 
 NEAR = Identity.from_seed(sha256(b"near"))

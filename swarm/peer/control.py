@@ -47,7 +47,8 @@ from swarm.core.step import replicas_of
 from swarm.core.verification import check_join, check_plan, refusal_of
 from swarm.errors import NoFeasiblePlan, PeerError
 from swarm.peer.joining import NOT_YET
-from swarm.peer.links import Answer, Links
+from swarm.peer.link import Answer
+from swarm.peer.links import Links
 from swarm.peer.membership import (
     HEARTBEAT_SECONDS,
     LEADER_BEAT_SECONDS,

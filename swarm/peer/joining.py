@@ -15,7 +15,8 @@ from protocol.messages import GetManifest, Join, JoinAnswer, ManifestAnswer, Mes
 from protocol.records import Manifest, RunId, Signed, decode_record, sha256
 from protocol.signing import PeerId
 from swarm.errors import JoinError, PeerError, PeerRefused, PeerUnreachable
-from swarm.peer.links import Answer, Link, Links, TrafficCount
+from swarm.peer.link import Answer, Link, TrafficCount
+from swarm.peer.links import Links
 from swarm.ports import Transport
 
 log = logging.getLogger(__name__)

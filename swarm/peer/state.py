@@ -15,7 +15,8 @@ from protocol.records import PlanBody, TensorSpec
 from protocol.signing import PeerId
 from swarm.core.step import replicas_of
 from swarm.errors import ExportError, HomeError, PeerError, PeerRefused
-from swarm.peer.links import Answer, Links
+from swarm.peer.link import Answer
+from swarm.peer.links import Links
 from swarm.ports import Buffer, Checkpoints
 
 log = logging.getLogger(__name__)

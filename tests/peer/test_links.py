@@ -27,7 +27,8 @@ from protocol.records import CertifiedPlan, Generation, PeerRecord, TensorSpec
 from protocol.signing import Identity, PeerId
 from swarm.adapters.tls import TlsTransport
 from swarm.errors import PeerUnreachable
-from swarm.peer.links import Answer, Links
+from swarm.peer.link import Answer
+from swarm.peer.links import Links
 
 RUN = b"r" * 32
 KEY = b"k" * 32
