@@ -148,12 +148,14 @@ class Rogue:
         missing = tuple(Missing(stage, everything) for stage in range(2))
         self.links.post(victim, Resume(fence=self.fence, step=0, missing=missing))
 
-    def forward(self, index: int, tensors: tuple[TensorSpec, ...] | None = None) -> Forward:
-        """Return a Forward from stage 0 to stage 1 of microbatch 0/`index`."""
+    def forward(
+        self, index: int, tensors: tuple[TensorSpec, ...] | None = None, *, step: int = 0
+    ) -> Forward:
+        """Return a Forward from stage 0 to stage 1 of microbatch `step`/`index`."""
         assert self.body is not None and self.fence is not None
         return Forward(
             fence=self.fence,
-            microbatch=Microbatch(0, index),
+            microbatch=Microbatch(step, index),
             weight=self.profile.shape.target.elements,
             path=(self.identity.peer, self.identity.peer),
             tensors=tensors or (self.body.stages[0].output, self.profile.shape.target),

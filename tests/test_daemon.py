@@ -78,20 +78,36 @@ def test_nan_is_flagged_and_the_others_of_the_step_are_not(
     with_rogue(tmp_path, scenario)
 
 
-def test_more_forwards_than_credit_and_a_repeated_one_end_the_link(tmp_path: Path) -> None:
+def test_a_repeated_forward_ends_the_link(tmp_path: Path) -> None:
     async def scenario(node: Node, rogue: Rogue) -> None:
         victim = node.daemon.me.peer
         await rogue.take_role(victim)
-        message = rogue.forward(0)
+        # Of the next step, so that it waits and is still there when the second one comes.
+        message = rogue.forward(0, step=1)
         for _ in range(2):
             rogue.links.post(victim, message, rogue.zeros(message))
-        assert "was sent twice" in await rogue.link_end()
-        for index in (1, 2, 3):
-            message = rogue.forward(index)
+        assert "mb=1/0 was sent twice" in await rogue.link_end()
+        await rogue.works_on(victim, 0)
+        message = rogue.forward(0)
+        rogue.links.post(victim, message, rogue.zeros(message))
+        assert "mb=0/0 is in the ledger already" in await rogue.link_end()
+        assert len(node.daemon.ledger) == 1
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_more_forwards_than_credit_end_the_link(tmp_path: Path) -> None:
+    """Two stages, one source: two of each step parity may be here at a time."""
+
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        for index in (0, 1, 2):
+            message = rogue.forward(index, step=1)
             rogue.links.post(victim, message, rogue.zeros(message))
-        assert "has no credit" in await rogue.link_end()
-        # Whatever was taken in is worked on; nothing is worked on twice.
-        assert len(node.daemon.ledger) <= 3
+        assert "mb=1/2 has no credit" in await rogue.link_end()
+        # The step in hand has credit of its own.
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
 
     with_rogue(tmp_path, scenario)
 
