@@ -135,7 +135,7 @@ class Daemon:
         self._epoch: Epoch | None = None
         self._phase = "starting"
         self._samples_before = 0
-        self._plan_noted = trio.Event()
+        self._news = trio.Event()
         self._early: list[tuple[PeerId, Training, Buffer]] = []
         self._record_sequence = 0
         self._published = False
@@ -180,17 +180,34 @@ class Daemon:
         digest = b""
         if self._outside.source is not None:
             digest = await trio.to_thread.run_sync(self._outside.source.digest)
-        self._phase = "joining"
         if not self.control.plan.body.ended:
-            await self._join(self._profile, digest)
-        self._phase = "waiting for peers" if self.control.plan.header.epoch == 0 else "standby"
+            await self._become_member(self._profile, digest)
+        self._phase = "standby"
         while True:
             await self._work(self._profile)
+
+    async def _become_member(self, profile: Profile, digest: bytes) -> None:
+        """Join, and again whenever the leader is lost before the first plan: it forgets then."""
+        while True:
+            self._phase = "joining"
+            await self._join(profile, digest)
+            self._phase = "waiting for peers"
+            while self.control.plan.header.epoch == 0 and self._reaches_leader():
+                await self._next_news()
+            if self.control.plan.header.epoch > 0:
+                return
+
+    def _reaches_leader(self) -> bool:
+        return self.control.is_leader or self.control.leader in self._links.connected()
+
+    async def _next_news(self) -> None:
+        """Wait until there is a newer plan or a link has ended."""
+        self._news = trio.Event()
+        await self._news.wait()
 
     async def _work(self, profile: Profile) -> None:
         """Work by the newest plan until there is a newer one."""
         plan = self.control.plan
-        self._plan_noted = trio.Event()
         working = plan.body.stages and not plan.body.ended and not plan.body.halted
         if working:
             self._samples_before += self._epoch.samples if self._epoch is not None else 0
@@ -209,11 +226,12 @@ class Daemon:
             if working and self._epoch is not None:
                 nursery.start_soon(self._epoch.run)
                 self._hand_over_early()
-            await self._plan_noted.wait()
+            while self.control.plan is plan:
+                await self._next_news()
             nursery.cancel_scope.cancel()
 
     def _note_plan(self, plan: Plan) -> None:
-        self._plan_noted.set()
+        self._news.set()
 
     # --- joining ---------------------------------------------------------------------------
 
@@ -237,24 +255,23 @@ class Daemon:
         await self._join_others(record, signed)
 
     async def _join_others(self, record: Signed, request: Signed) -> None:
-        faults: list[str] = []
+        fault: PeerError | None = None
+        first: PeerId | None = None
         with trio.move_on_after(JOIN_SECONDS):
             while True:
-                known = [each.peer for each in await self._look_up()]
-                first = await find_swarm(self._links, self._settings.addresses, known)
-                if first is None:
-                    faults = [f"{address}  no answer" for address in self._settings.addresses]
-                else:
-                    try:
-                        await join(self._links, first, record, request)
-                        return self.control.joined()
-                    except PeerError as fault:
-                        faults = [f"{fault.peer}  {fault.reason}"]
+                try:
+                    if first not in self._links.connected():
+                        known = [each.peer for each in await self._look_up()]
+                        first = await find_swarm(self._links, self._settings.addresses, known)
+                    await join(self._links, first, record, request)
+                    return self.control.joined()
+                except PeerError as error:
+                    fault = error
                 await trio.sleep(RETRY_SECONDS)
         raise JoinError(
             f"cannot join run {self._manifest.run.hex()[:16]}…: nobody took us in "
             f"within {JOIN_SECONDS:g} s",
-            evidence=tuple(faults),
+            evidence=(fault.reason,) if fault is not None else (),
             hint="ask a running peer for a fresh invitation with `swarm invite`",
         )
 
@@ -333,6 +350,7 @@ class Daemon:
     def lost(self, peer: PeerId, reason: str) -> None:
         """A link has ended (links.Receiver.lost)."""
         self.control.lost(peer, reason)
+        self._news.set()
 
     def _handle_training(self, peer: PeerId, boot: int, message: Training, payload: Buffer) -> None:
         """Fence: only what was said by the active plan, by a start of a peer that it names."""

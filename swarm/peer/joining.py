@@ -88,21 +88,22 @@ def _no_payload(message: Message) -> memoryview:
     raise RemoteProtocolError(f"{type(message).__name__} with tensors for a peer without a plan")
 
 
-async def find_swarm(
-    links: Links, addresses: Sequence[str], known: Sequence[PeerId]
-) -> PeerId | None:
-    """Return a peer of the swarm that answers: at one of the addresses, or one that is known."""
+async def find_swarm(links: Links, addresses: Sequence[str], known: Sequence[PeerId]) -> PeerId:
+    """Return a peer of the swarm that answers: at one of the addresses, or one that is known.
+
+    Raises PeerUnreachable with what each of them answered."""
+    faults = []
     for address in addresses:
         try:
             return await links.meet(address)
         except PeerError as fault:
-            log.info("no answer address=%s reason=%r", address, fault.reason)
+            faults.append(f"{address}  {fault.reason}")
     for peer in known:
         try:
             return await links.reach(peer)
         except PeerError as fault:
-            log.info("no answer peer=%s reason=%r", peer, fault.reason)
-    return None
+            faults.append(f"{peer}  {fault.reason}")
+    raise PeerUnreachable("anybody", "; ".join(faults) or "no address is known")
 
 
 async def join(links: Links, first: PeerId, record: Signed, request: Signed) -> None:

@@ -178,6 +178,27 @@ def test_a_run_is_watched_and_exported_from_any_peer(tmp_path: Path) -> None:
         assert hash_in(again) == hash_in(exported)
 
 
+def test_a_founder_that_starts_again_before_the_first_plan_is_joined_again(
+    tmp_path: Path,
+) -> None:
+    home = found(tmp_path / "founder", manifest(GPT, steps=2), peers=3, stages=3)
+    with Peer(home).ready() as founder:
+        invitation = founder.invitation()
+        joining = ("--join", invitation, "--listen", "127.0.0.1:0")
+        with Peer(tmp_path / "second", *joining).ready() as second:
+            second.status_when(lambda status: status["phase"] == "waiting for peers")
+            founder.process.kill()
+            founder.ended()
+            second.status_when(lambda status: status["phase"] == "joining")
+            address = parse(invitation).addresses[0]
+            with (
+                Peer(home, "--listen", address).ready() as again,
+                Peer(tmp_path / "third", *joining).ready() as third,
+            ):
+                for peer in (again, second, third):
+                    peer.status_when(lambda status: status["phase"] == "ended")
+
+
 def ended_and_counted(status: dict[str, Any]) -> bool:
     """Whether the run has ended and the last heartbeats have told what was sent."""
     counts = status["bytes_by_kind"]
