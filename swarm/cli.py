@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,11 +11,19 @@ from pathlib import Path
 
 import trio
 
+from protocol.records import Training
 from swarm import __version__
 from swarm.adapters.control_socket import call
 from swarm.adapters.disk import Home
 from swarm.config import PeerSettings, read_training, settings_of
-from swarm.errors import HomeError, JoinError, NotRunning, SwarmError
+from swarm.errors import (
+    DataError,
+    HomeError,
+    JoinError,
+    NoFeasiblePlan,
+    NotRunning,
+    SwarmError,
+)
 from swarm.homes import Overrides, create_home, invitation_of, join_home, parse_invitation
 from swarm.local import LocalOptions, run_local
 from swarm.node import Node, advertised_hosts
@@ -27,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(
-        level=options.log_level.upper(),
+        level=(options.log_level or ("info" if options.command is _run else "warning")).upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         stream=sys.stderr,
     )
@@ -65,6 +74,7 @@ def _report_group(group: BaseExceptionGroup[BaseException]) -> int:
 
 def _create(options: argparse.Namespace) -> int:
     training = read_training(options.manifest)
+    _check_shape(training, options)
     settings = settings_of(
         {
             "listen": options.listen,
@@ -82,6 +92,8 @@ def _create(options: argparse.Namespace) -> int:
         f"run {manifest.run.hex()} is made; start it with `swarm run --home {options.home}`",
         file=sys.stderr,
     )
+    if settings.listen.endswith(":0"):
+        print("its port is chosen then: `swarm invite` has the invitation to use", file=sys.stderr)
     return 0
 
 
@@ -94,9 +106,13 @@ def _run(options: argparse.Namespace) -> int:
         host_label=options.host_label,
         advertise=options.advertise,
     )
+    folder = options.home
     if options.join is not None:
-        _prepare_join(options.home, options.join, overrides)
-    with Home.open(options.home) as home:
+        folder = folder or default_home(options.join)
+        _prepare_join(folder, options.join, overrides)
+    elif folder is None:
+        raise HomeError("which home?", hint="name it with --home, or join with --join INVITATION")
+    with Home.open(folder) as home:
         trio.run(_run_home, home, overrides, options.with_parent)
     return 0
 
@@ -106,6 +122,12 @@ async def _run_home(home: Home, overrides: Overrides, with_parent: bool) -> None
         print(f"ready {address}", flush=True)
 
     await Node(home, overrides).run(with_parent=with_parent, ready=ready)
+
+
+def default_home(invitation: str) -> Path:
+    """Return the home of this user in the run of an invitation: one for each run."""
+    folder = Path(os.environ.get("SWARM_HOME") or Path.home() / ".swarm")
+    return folder / parse_invitation(invitation).run.hex()[:16]
 
 
 def _prepare_join(folder: Path, text: str, overrides: Overrides) -> None:
@@ -175,9 +197,11 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _local(options: argparse.Namespace) -> int:
+    training = read_training(options.manifest)
+    _check_shape(training, options)
     return run_local(
         LocalOptions(
-            training=read_training(options.manifest),
+            training=training,
             peers=options.peers,
             stages=options.stages,
             home=options.home,
@@ -197,16 +221,35 @@ def _reference(options: argparse.Namespace) -> int:
     )
 
 
+def _check_shape(training: Training, options: argparse.Namespace) -> None:
+    """Refuse what cannot become a plan, before anything is started."""
+    stages = len(training.slicing.cuts) + 1 if training.slicing.cuts else options.stages
+    if options.peers < 1 or stages > options.peers:
+        raise NoFeasiblePlan(
+            f"{max(stages, 1)} stages need as many peers, --peers is {options.peers}",
+            hint="raise --peers, or lower --stages (or slicing.cuts in the manifest)",
+        )
+    if not options.data_dir.is_dir():
+        raise DataError(
+            f"{options.data_dir} is not a folder",
+            hint="name the folder where relative paths of the manifest's [data] start",
+        )
+
+
 # --- arguments ---------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="swarm", description="Train one PyTorch model together, on machines that nobody owns."
+        prog="swarm",
+        description="Train one PyTorch model together, on machines that nobody owns together.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"swarm {__version__}")
     parser.add_argument(
-        "--log-level", default="warning", choices=["debug", "info", "warning", "error"]
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        help="what is logged to standard error; default: info for `run`, else warning",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -222,7 +265,12 @@ def _parser() -> argparse.ArgumentParser:
     _data_dir(create, Path())
 
     run = _command(commands, "run", _run, "run the daemon of a home until it is stopped")
-    _home(run)
+    run.add_argument(
+        "--home",
+        type=Path,
+        metavar="DIR",
+        help="default with --join: ~/.swarm/RUN",
+    )
     run.add_argument("--join", metavar="INVITATION", help="make the home by joining a swarm")
     run.add_argument("--listen", metavar="HOST:PORT", help="where to listen; default loopback")
     run.add_argument("--advertise", metavar="HOST", help="where others reach it")
@@ -245,8 +293,8 @@ def _parser() -> argparse.ArgumentParser:
 
     local = _command(commands, "local", _local, "run a whole swarm on this machine")
     _manifest(local)
-    local.add_argument("--peers", type=int, default=2)
-    local.add_argument("--stages", type=int, default=0)
+    local.add_argument("--peers", type=int, default=2, help="daemons to start; default 2")
+    local.add_argument("--stages", type=int, default=0, help="stages; 0 chooses by measured time")
     local.add_argument("--home", type=Path, help="keep the peers' homes in this folder")
     local.add_argument("--out", type=Path, help="write the trained weights to this file")
     local.add_argument("--report", type=Path, help="write the last status to this file, as JSON")
@@ -266,7 +314,7 @@ def _command(
     function: Callable[[argparse.Namespace], int],
     text: str,
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text)
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(command=function)
     return parser
 

@@ -193,9 +193,9 @@ async def _watch(options: LocalOptions, children: list[_Child]) -> int:
             await trio.sleep(POLL_SECONDS)
     if options.report is not None:
         options.report.write_text(json.dumps(status, indent=2) + "\n")
-    if options.out is not None:
-        result = await _call(children[0].home, "export", path=str(options.out.resolve()))
-        print(f"{result['sha256']}  {options.out}")
+    out = options.out or children[0].home / "weights.safetensors"
+    result = await _call(children[0].home, "export", path=str(out.resolve()))
+    print(f"{result['sha256']}  {options.out or 'not kept: no --out'}")
     return 0
 
 

@@ -64,10 +64,10 @@ class Node:
         source = _open_data(
             training, Path(settings.data_dir), required=manifest.founder == identity.peer
         )
+        stage = TorchStage(training, settings.device, settings.threads or None)
+        stage.layer_names()  # a model that does not import is told before anybody connects
         self._home = home
-        self._executor = ThreadedExecutor(
-            TorchStage(training, settings.device, settings.threads or None)
-        )
+        self._executor = ThreadedExecutor(stage)
         self.daemon = Daemon(
             manifest=manifest,
             identity=identity,

@@ -51,7 +51,7 @@ class Progress:
 
     def update(self, status: dict[str, Any]) -> None:
         """Show the state of the swarm (daemon.status)."""
-        peers = f"{len(status['members'])} peers"
+        peers = f"{len(status['members'])} {'peer' if len(status['members']) == 1 else 'peers'}"
         if status["phase"] not in ("training", "ended"):
             text = f"{status['phase']}, {peers}"
         else:
@@ -73,35 +73,50 @@ class Progress:
 
 def print_status(status: dict[str, Any]) -> None:
     """Print `swarm status` for a person."""
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
-    console.print(
-        f"run {status['run'][:16]}… {status['name']}: {status['phase']}, "
+    lines = [
+        f"run {status['run'][:16]}… {status['name']}: {status['phase']}",
         f"step {status['version']}/{status['steps']}, loss {loss}, "
-        f"{status['samples_per_second']:.1f} samples/s"
-    )
-    console.print(
-        f"epoch {status['epoch']}, leader {status['leader']}, {len(status['members'])} members"
-    )
-    for line in (status["trouble"], status["council_note"], status["plan_reason"]):
-        if line:
-            console.print(f"  {line}", markup=False)
-    table = Table("stage", "layers", "peer", "state", "version", "queue", "silent", "rtt")
+        f"{status['samples_per_second']:.1f} samples/s",
+        f"epoch {status['epoch']}: {status['plan_reason']}",
+        f"leader {status['leader']}",
+    ]
+    if status["waiting_for_peers"]:
+        lines.append(f"waiting for {status['waiting_for_peers']} more peer(s)")
+    lines += [line for line in (status["trouble"], status["council_note"]) if line]
+    for line in lines:
+        console.print(line, markup=False)
+    console.print(_members_table(status))
+
+
+def _members_table(status: dict[str, Any]) -> Table:
+    """One row for each replica of the plan, then one for every other member."""
+    table = Table("stage", "layers", "peer", "state", "version", "queue", "heard", "rtt")
     members = {member["peer"]: member for member in status["members"]}
-    for stage in status["stages"]:
-        for replica in stage["replicas"]:
-            member = members.get(replica["peer"], {})
-            table.add_row(
-                str(stage["stage"]),
-                f"{stage['first_layer']}-{stage['last_layer']}",
-                replica["peer"],
-                replica["state"],
-                str(replica["version"]),
-                str(member.get("queue_length", "-")),
-                f"{member.get('silent_seconds', 0):.1f} s",
-                f"{1000 * member.get('rtt_seconds', 0):.1f} ms",
-            )
-    console.print(table)
+    rows = [
+        (str(stage["stage"]), f"{stage['first_layer']}-{stage['last_layer']}", replica["peer"])
+        for stage in status["stages"]
+        for replica in stage["replicas"]
+    ]
+    placed = {peer for _, _, peer in rows}
+    rows += [("-", "-", peer) for peer in members if peer not in placed]
+    for stage_number, layers, peer in rows:
+        member = members.get(peer)
+        if member is None:
+            table.add_row(stage_number, layers, peer, "not heard of", "-", "-", "-", "-")
+            continue
+        table.add_row(
+            stage_number,
+            layers,
+            peer,
+            member["state"],
+            str(member["version"]),
+            str(member["queue_length"]),
+            f"{member['silent_seconds']:.1f} s ago",
+            f"{1000 * member['rtt_seconds']:.1f} ms",
+        )
+    return table
 
 
 def run_reference_command(training: Training, data_dir: Path, device: str, out: Path | None) -> int:
@@ -137,5 +152,5 @@ def run_reference_command(training: Training, data_dir: Path, device: str, out: 
             exported = run_reference(training, source, ids, show, device)
     if out is not None:
         write_file_durably(out, exported)
-    print(f"{weights_hash(exported)}  {out if out is not None else 'reference'}")
+    print(f"{weights_hash(exported)}  {out or 'not kept: no --out'}")
     return 0

@@ -198,7 +198,8 @@ def choices(values: Iterable[str]) -> str:
 
 def _nearest(value: object, info: inspect.Type) -> str:
     if isinstance(info, inspect.LiteralType) and isinstance(value, str):
-        near = difflib.get_close_matches(value, [str(each) for each in info.values], n=1)
+        known = [str(each) for each in info.values]
+        near = difflib.get_close_matches(value.lower(), known, n=1)
         return f"did you mean {toml(near[0])}?" if near else ""
     return ""
 

@@ -3,7 +3,6 @@
 The rule: it is the executor of a real peer, on its thread and at its niceness.
 """
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ class Computed:
     """How much has been computed."""
 
     microbatches: int = 0
-    seconds: float = 0.0
 
 
 @asynccontextmanager
@@ -44,12 +42,10 @@ async def computing() -> AsyncIterator[Computed]:
         computed = Computed()
 
         async def compute() -> None:
-            begun = time.perf_counter()
             for index in range(MICROBATCHES):
                 await trio.lowlevel.checkpoint()  # a task of the executor is none
                 await executor.turn(Microbatch(0, index), data, data, tokens.size)
                 computed.microbatches = index + 1
-                computed.seconds = time.perf_counter() - begun
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(compute)

@@ -57,9 +57,11 @@ async def measure_delays(
             computed = Computed()
             if load.compute:
                 computed = await stack.enter_async_context(_both_computing(far))
-            found[load.name] = await _measure(end, large_bytes if load.bulk else 0, seconds)
-            if computed.microbatches:
-                found[load.name].microbatches_per_second = computed.microbatches / computed.seconds
+            begun, before = trio.current_time(), computed.microbatches
+            delays = await _measure(end, large_bytes if load.bulk else 0, seconds)
+            lasted = trio.current_time() - begun
+            delays.microbatches_per_second = (computed.microbatches - before) / lasted
+            found[load.name] = delays
     return found
 
 

@@ -100,9 +100,10 @@ def call(home: Path, command: str, **arguments: object) -> dict[str, object]:
         reply = _exchange(home, request)
         answer = json.loads(reply)
     except (OSError, ValueError) as error:
+        gone = isinstance(error, FileNotFoundError)
         raise NotRunning(
             f"no daemon answers in {home}",
-            evidence=(str(error),),
+            evidence=(f"{home / SOCKET_NAME} does not exist" if gone else str(error),),
             hint=f"start it with `swarm run --home {home}`",
         ) from error
     if "error" in answer:

@@ -153,7 +153,7 @@ def _text_pieces(patterns: Sequence[str], data_dir: Path) -> list[Piece]:
             raise DataError(
                 f"no file matches {pattern}",
                 evidence=(f"looked for {_expanded(pattern, data_dir)}",),
-                hint="check data.files in the manifest, and data_dir in peer.toml",
+                hint="check data.files in the manifest, and --data-dir",
             )
         for path in matches:
             pieces.setdefault(path, Piece(path, 0, _size(path)))
@@ -240,5 +240,5 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
         f"cannot read {path}",
         evidence=(error.strerror or str(error),),
-        hint="check data.files in the manifest, and data_dir in peer.toml",
+        hint="check data.files in the manifest, and --data-dir",
     )

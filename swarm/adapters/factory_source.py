@@ -5,7 +5,6 @@ with the sample's number; they reach nobody else.
 """
 
 import hashlib
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -14,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.records import Argument, DataSpec, LossSpec, SampleSpec
-from swarm.errors import DataError
+from swarm.adapters.author_code import FAULTS, import_function
+from swarm.errors import DataError, ModelError
 from swarm.ports import Buffer
 
 IGNORED_TARGET = -100
@@ -23,26 +23,12 @@ DIGEST_SAMPLES = 1024
 
 Array = npt.NDArray[Any]
 
-FOREIGN_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""What the owner's own dataset code may raise, and is told as an error of the data."""
-
 
 class FactorySource:
     """A map-style dataset from the owner's own code: `dataset[i]` is a pair (input, target).
 
-    A pair's parts are tensors, arrays or numbers of the manifest's dtype and shape.
+    A pair's parts are tensors, arrays or numbers of the manifest's dtype and shape; the first
+    sample is looked at when the source is opened.
     """
 
     def __init__(self, data: DataSpec, loss: LossSpec) -> None:
@@ -56,6 +42,7 @@ class FactorySource:
         self._samples: int = self._guard("has no length", lambda: len(self._dataset))
         if not self._samples:
             self._fail("is empty", "its dataset has no samples")
+        self._sample(0)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -122,7 +109,7 @@ class FactorySource:
     def _guard(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except FOREIGN_FAULTS as fault:
+        except FAULTS as fault:
             raise DataError(
                 f"dataset {self._factory} {what}",
                 evidence=(f"{type(fault).__name__}: {fault}",),
@@ -149,25 +136,10 @@ def raw_bytes(array: Array) -> Buffer:
 
 
 def _imported(import_path: str) -> Callable[..., Any]:
-    module, _, name = import_path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except FOREIGN_FAULTS as fault:
-        raise DataError(
-            f"data.factory {import_path} cannot be imported",
-            evidence=(f"{type(fault).__name__}: {fault}",),
-            hint="install its package in this environment, or set PYTHONPATH",
-        ) from fault
-    if not callable(found):
-        raise DataError(
-            f"data.factory {import_path} cannot be called",
-            evidence=(f"it is a {type(found).__name__}",),
-            hint="name a function or class that returns a dataset",
-        )
-    make: Callable[..., Any] = found
-    return make
+        return import_function(import_path, "dataset factory")
+    except ModelError as error:
+        raise DataError(error.what, evidence=error.evidence, hint=error.hint) from error
 
 
 def _plain(arguments: dict[str, Argument]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from protocol.records import ITEM_BYTES, DataSpec, LossSpec, SampleSpec, TensorSpec, Training
-from swarm.adapters.torch_import import import_function
+from swarm.adapters.author_code import import_function
 from swarm.errors import ConfigError, ModelError
 from swarm.ports import Buffer
 

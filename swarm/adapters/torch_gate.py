@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from protocol.records import Training
+from swarm.adapters.author_code import FAULTS, describe
 from swarm.adapters.torch_batches import batch_specs, encode, random_batch
-from swarm.adapters.torch_import import FAULTS, describe
 from swarm.adapters.torch_numerics import seed_generator, seed_of
 from swarm.errors import ModelError
 

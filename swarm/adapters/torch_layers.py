@@ -12,8 +12,8 @@ from torch import Tensor
 
 from protocol.messages import Microbatch, Totals
 from protocol.records import Training, sha256
+from swarm.adapters.author_code import FAULTS, describe
 from swarm.adapters.torch_gradients import Gradients, Place
-from swarm.adapters.torch_import import FAULTS, describe
 from swarm.adapters.torch_numerics import (
     Boundary,
     FixedPoint,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from protocol.records import LayerProfile, TensorSpec, Training
+from swarm.adapters.author_code import FAULTS, describe
 from swarm.adapters.torch_batches import (
     batch_specs,
     check_classes,
@@ -24,7 +25,6 @@ from swarm.adapters.torch_batches import (
     spec_of,
 )
 from swarm.adapters.torch_gate import apply_checked, does_not_run
-from swarm.adapters.torch_import import FAULTS, describe
 from swarm.adapters.torch_numerics import Boundary, Record, Settings, seed_generator, seed_of
 from swarm.adapters.torch_slicing import Layer, SlicedModel
 from swarm.adapters.weights import layer_bytes

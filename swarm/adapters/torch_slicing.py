@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from protocol.records import Training
+from swarm.adapters.author_code import FAULTS, describe, import_function
 from swarm.adapters.torch_gate import check_forward
-from swarm.adapters.torch_import import FAULTS, describe, import_function
 from swarm.adapters.torch_numerics import seed_generator, seed_of
 from swarm.core.model import TensorUse
 from swarm.errors import ModelError

@@ -20,6 +20,7 @@ from swarm.adapters.torch_profile import Survey, survey
 from swarm.adapters.torch_slicing import SlicedModel, load_model
 from swarm.core.ledger import DoubleCount, Ledger
 from swarm.core.model import ModelShape, Profile
+from swarm.errors import ConfigError
 from swarm.ports import Buffer, Outcome, Turn
 
 
@@ -31,6 +32,7 @@ class TorchStage:
 
     def __init__(self, training: Training, device: str = "cpu", threads: int | None = None) -> None:
         execution = training.execution
+        check_device(device)
         self._training = training
         self._settings = Settings(
             torch.device(device),
@@ -251,6 +253,19 @@ class TorchStage:
         self._built().gradients.clear()
         with self._ledger_lock:
             self.ledger.clear()
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError if torch cannot compute on `device` ("cpu" or "cuda:N") here."""
+    if not device.startswith("cuda"):
+        return
+    found = torch.cuda.device_count()
+    if torch.device(device).index >= found:
+        raise ConfigError(
+            f"there is no device {device} here",
+            evidence=(f"torch {torch.__version__} sees {found} CUDA devices",),
+            hint="use --device cpu, or install a torch that fits the machine's GPU",
+        )
 
 
 def _memory_bytes(settings: Settings) -> int:

@@ -158,7 +158,7 @@ class Control:
             message.record, message.request, sender, self.manifest, self.plan.header.epoch
         )
         refusal = ""
-        if self.is_leader and self._founder is None:
+        if self.is_leader and self._founder is None and not self.plan.body.ended:
             refusal = f"{NOT_YET}the leader is still measuring its own machine"
         elif self.is_leader:
             refusal = refusal_of(candidate, self._founder, self.manifest)

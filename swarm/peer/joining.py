@@ -21,6 +21,7 @@ from swarm.ports import Transport
 
 log = logging.getLogger(__name__)
 
+FETCH_SECONDS = 10.0
 JOIN_SECONDS = 300.0
 RETRY_SECONDS = 1.0
 
@@ -41,19 +42,31 @@ class _Stranger:
 async def fetch_manifest(transport: Transport, run: RunId, addresses: Sequence[str]) -> Manifest:
     """Return the manifest whose hash is `run` from the first peer that has it.
 
-    Raises JoinError with what each address answered.
+    Peers that are not there yet are asked again for a while. Raises JoinError with what each
+    address answered.
     """
-    evidence = []
-    for address in addresses:
-        try:
-            return await _ask_for_manifest(transport, run, address)
-        except (PeerError, RemoteProtocolError) as fault:
-            reason = fault.reason if isinstance(fault, PeerError) else str(fault)
-            evidence.append(f"{address}  {reason}")
+    evidence = ["the invitation names no address"]
+    deadline = trio.current_time() + FETCH_SECONDS
+    while addresses:
+        evidence, refused = [], False
+        for address in addresses:
+            try:
+                return await _ask_for_manifest(transport, run, address)
+            except PeerUnreachable as fault:
+                evidence.append(f"{address}  {fault.reason}")
+            except (PeerError, RemoteProtocolError) as fault:
+                refused = True
+                reason = fault.reason if isinstance(fault, PeerError) else str(fault)
+                evidence.append(f"{address}  {reason}")
+        if refused or trio.current_time() > deadline:
+            break
+        log.info("nobody answers yet evidence=%r", evidence)
+        await trio.sleep(RETRY_SECONDS)
     raise JoinError(
         f"cannot join run {run.hex()[:16]}…: none of {len(addresses)} peers let us in",
-        evidence=tuple(evidence) or ("the invitation names no address",),
-        hint="ask a running peer for a fresh invitation with `swarm invite`",
+        evidence=tuple(evidence),
+        hint="is the founder running? Or ask a running peer for a fresh invitation with "
+        "`swarm invite`",
     )
 
 

@@ -96,7 +96,6 @@ class Membership:
         """Return what the leader tells everybody now."""
         now = trio.current_time()
         views = tuple(self._view(peer, seen, now) for peer, seen in sorted(self._seen.items()))
-        hosts = {member.peer for stage in body.stages for member in stage.replicas}
         losses = {
             seen.heartbeat.version: seen.heartbeat.loss
             for seen in self._seen.values()
@@ -107,7 +106,7 @@ class Membership:
             term=term,
             members=views,
             waiting_for=waiting_for,
-            version=min((view.version for view in views if view.peer in hosts), default=0),
+            version=max((view.version for view in views), default=0),
             loss=losses[max(losses)] if losses else None,
             samples_per_second=self._samples_per_second(body),
             trouble=clip(trouble or self._trouble(body, now)),

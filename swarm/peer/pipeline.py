@@ -160,6 +160,7 @@ class Pipeline:
     async def run(self) -> None:
         """Compute what is in hand, one task after the other, until cancelled."""
         while True:
+            await trio.lowlevel.checkpoint_if_cancelled()  # the executor finishes what is called
             task = self._next()
             if task is None:
                 self._work = trio.Event()

@@ -52,7 +52,7 @@ async def gather_layers(
         raise ExportError(
             "there is no certified complete version to export",
             evidence=(body.reason,),
-            hint="wait until the run has ended (`swarm status`)",
+            hint="a run can be exported when it has ended; `swarm status` says whether it goes on",
         )
     layers, donors = [], []
     for number, stage in enumerate(body.stages):

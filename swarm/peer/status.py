@@ -35,8 +35,7 @@ def status_of(
         "trouble": control.trouble,
         "waiting_for_peers": beat.waiting_for if beat is not None else None,
         "steps": training.steps,
-        "version": _version(plan.body, beat),
-        "loss": _loss(beat, epoch),
+        **_newest_step(plan.body, beat, epoch),
         "samples_per_second": beat.samples_per_second if beat is not None else 0.0,
         "plan_reason": plan.body.reason,
         "predicted_step_seconds": plan.body.step_seconds,
@@ -69,19 +68,16 @@ def _phase(body: PlanBody, phase: str, control: Control) -> str:
     return "training" if body.stages else phase
 
 
-def _version(body: PlanBody, beat: LeaderBeat | None) -> int:
-    """Return the newest version that all stages are known to have."""
+def _newest_step(body: PlanBody, beat: LeaderBeat | None, epoch: Epoch | None) -> dict[str, object]:
+    """Return version and loss of the newest committed step: this peer's own, or the leader's word.
+
+    What one has committed, all were prepared for."""
+    version, loss = (beat.version, beat.loss) if beat is not None else (0, None)
+    if epoch is not None and epoch.version >= version and epoch.loss is not None:
+        version, loss = epoch.version, epoch.loss
     if body.completed is not None:
-        return body.completed.version
-    return beat.version if beat is not None else 0
-
-
-def _loss(beat: LeaderBeat | None, epoch: Epoch | None) -> float | None:
-    """Return the loss of the newest step that this peer knows of: its own, or the leader's."""
-    told = beat.loss if beat is not None else None
-    if epoch is None or epoch.loss is None:
-        return told
-    return epoch.loss if beat is None or told is None or epoch.version >= beat.version else told
+        version = body.completed.version
+    return {"version": version, "loss": loss}
 
 
 def _council_note(council: tuple[str, ...]) -> str:
