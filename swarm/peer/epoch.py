@@ -31,7 +31,7 @@ from protocol.messages import (
 from protocol.messages import (
     Training as TrainingMessage,
 )
-from protocol.records import Member, Training, clip
+from protocol.records import Member, PlanBody, Training, clip
 from protocol.signing import PeerId
 from swarm.core.agreement import Plan
 from swarm.core.coordinators import GroupCoordinator, StepCoordinator
@@ -53,6 +53,7 @@ from swarm.peer.feeder import Feeder
 from swarm.peer.links import Links
 from swarm.peer.pipeline import Pipeline
 from swarm.peer.reducer import Reducer
+from swarm.peer.replica import Replica
 from swarm.ports import Buffer, Checkpoints, DataSource, StageExecutor
 
 log = logging.getLogger(__name__)
@@ -88,9 +89,9 @@ class Epoch:
         self._checkpoints = checkpoints
         self._on_trouble = on_trouble
         self._commits_send, self._commits = trio.open_memory_channel[Apply](4)
-        self._ranges = [(stage.first, stage.last) for stage in plan.body.stages]
+        self._ranges = ranges_of_stages(plan.body)
         self._feeder = self._make_feeder(me, source)
-        self._replica = _Replica(self, self.role) if self.role is not None else None
+        self._replica = self._make_replica(self.role) if self.role is not None else None
 
     @property
     def loss(self) -> float | None:
@@ -193,7 +194,7 @@ class Epoch:
         if self._replica is not None:
             self._perform(self._replica.step.commit(message))
 
-    def _member(self, message: Message) -> "_Replica":
+    def _member(self, message: Message) -> "_Parts":
         if self._replica is None:
             raise RemoteProtocolError(f"{type(message).__name__} for a peer without a stage")
         return self._replica
@@ -219,7 +220,7 @@ class Epoch:
             if self._replica is not None:
                 nursery.start_soon(self._run_replica, self._replica)
 
-    async def _run_replica(self, replica: "_Replica") -> None:
+    async def _run_replica(self, replica: "_Parts") -> None:
         role = replica.role
         log.info("activate epoch=%d stage=%d", self.plan.header.epoch, role.stage)
         root_hash = await self._executor.build(self._ranges, role.stage)
@@ -232,7 +233,7 @@ class Epoch:
             nursery.start_soon(replica.reducer.run)
             await self._run_commits(replica)
 
-    async def _run_commits(self, replica: "_Replica") -> None:
+    async def _run_commits(self, replica: "_Parts") -> None:
         async for apply in self._commits:
             await self._executor.commit(apply.step, apply.totals)
             totals = apply.totals
@@ -248,7 +249,7 @@ class Epoch:
                 self._on_trouble(_halt_reason(apply))
             replica.pipeline.wake()
 
-    async def _make_durable(self, replica: "_Replica") -> None:
+    async def _make_durable(self, replica: "_Parts") -> None:
         first, last = self._ranges[replica.role.stage]
         version = replica.step.version
         layers = {layer: await self._executor.layer_state(layer) for layer in range(first, last)}
@@ -274,6 +275,19 @@ class Epoch:
                     log.error("trouble epoch=%d reason=%r", self.plan.header.epoch, reason)
                     self._on_trouble(reason)
 
+    def _make_replica(self, role: Role) -> "_Parts":
+        return _Parts(
+            Replica(
+                role=role,
+                training=self._training,
+                shape=self._shape,
+                executor=self._executor,
+                links=self._links,
+                step=ReplicaStep(role, self._training),
+                perform=self._perform,
+            )
+        )
+
     def _make_feeder(self, me: Member, source: DataSource | None) -> Feeder | None:
         if source is None or all(each.member != me for each in self.plan.body.feeders):
             return None
@@ -289,45 +303,33 @@ class Epoch:
         )
 
 
-class _Replica:
+class _Parts:
     """The parts that a replica of a stage is made of."""
 
-    def __init__(self, epoch: Epoch, role: Role) -> None:
+    def __init__(self, replica: Replica) -> None:
+        role, training = replica.role, replica.training
         self.role = role
-        self.step = ReplicaStep(role, epoch._training)
-        self.pipeline = Pipeline(
-            role=role,
-            training=epoch._training,
-            shape=epoch._shape,
-            executor=epoch._executor,
-            links=epoch._links,
-            step=self.step,
-            perform=epoch._perform,
-        )
-        self.reducer = Reducer(
-            role=role,
-            training=epoch._training,
-            shape=epoch._shape,
-            executor=epoch._executor,
-            links=epoch._links,
-            step=self.step,
-            perform=epoch._perform,
-        )
-        me = role.me.peer
+        self.step = replica.step
+        self.pipeline = Pipeline(replica)
+        self.reducer = Reducer(replica)
         self._group: GroupCoordinator | None = None
-        if me == role.group[0]:
-            self._group = GroupCoordinator(role, epoch._training)
+        if role.me.peer == role.group[0]:
+            self._group = GroupCoordinator(role, training, replica.step.version)
         self.step_coordinator: StepCoordinator | None = None
-        if me == step_coordinator_of(role.body):
-            self.step_coordinator = StepCoordinator(
-                role, epoch._training, counted_tensors(epoch._shape, epoch._ranges)
-            )
+        if role.me.peer == step_coordinator_of(role.body):
+            counted = counted_tensors(replica.shape, ranges_of_stages(role.body))
+            self.step_coordinator = StepCoordinator(role, training, counted)
 
     def ledger(self, sender: PeerId, message: LedgerReport) -> list[Effect]:
         """Take in a ledger as the stage's coordinator."""
         if self._group is None:
             raise RemoteProtocolError("LedgerReport is for the stage's coordinator")
         return self._group.ledger(sender, message)
+
+
+def ranges_of_stages(body: PlanBody) -> list[tuple[int, int]]:
+    """Return the layers [first, last) of every stage."""
+    return [(stage.first, stage.last) for stage in body.stages]
 
 
 def counted_tensors(shape: ModelShape, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:

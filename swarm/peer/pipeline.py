@@ -6,22 +6,21 @@ version. Nothing here waits for the network while there is something to compute.
 
 import heapq
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import trio
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Backward, Forward, Microbatch
-from protocol.records import TensorSpec, Training
+from protocol.records import TensorSpec
 from protocol.signing import PeerId
 from swarm.core.ledger import DoubleCount
-from swarm.core.model import ModelShape
 from swarm.core.routing import Inflow, Router, credit_window
-from swarm.core.step import Effect, ReplicaState, ReplicaStep, Role, Trouble, replicas_of
+from swarm.core.step import ReplicaState, Trouble, replicas_of
 from swarm.errors import ModelError
-from swarm.peer.links import Links
-from swarm.ports import Buffer, StageExecutor
+from swarm.peer.replica import Replica
+from swarm.ports import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -50,28 +49,18 @@ class _Journey:
 class Pipeline:
     """The microbatches that a replica has in hand in one epoch."""
 
-    def __init__(
-        self,
-        *,
-        role: Role,
-        training: Training,
-        shape: ModelShape,
-        executor: StageExecutor,
-        links: Links,
-        step: ReplicaStep,
-        perform: Callable[[Sequence[Effect]], None],
-    ) -> None:
-        self._role = role
-        self._training = training
-        self._executor = executor
-        self._links = links
-        self._step = step
-        self._perform = perform
-        body, stage = role.body, role.stage
+    def __init__(self, replica: Replica) -> None:
+        self._role = role = replica.role
+        self._training = replica.training
+        self._executor = replica.executor
+        self._links = replica.links
+        self._step = replica.step
+        self._perform = replica.perform
+        body, stage, shape = role.body, role.stage, replica.shape
         self._input = shape.input if stage == 0 else body.stages[stage - 1].output
         self._target = shape.target
         self._output = body.stages[stage].output
-        self._most_weight = max(shape.target.elements, training.microbatch_size)
+        self._most_weight = max(shape.target.elements, replica.training.microbatch_size)
         self._inflow = Inflow(credit_window(body, stage))
         self._router: Router | None = None
         if not role.is_last:

@@ -6,20 +6,19 @@ never written, so a reduction can be done again.
 """
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import GatherShard, ReduceShard
-from protocol.records import TensorSpec, Training
+from protocol.records import TensorSpec
 from protocol.signing import PeerId
 from swarm.core.model import ModelShape
 from swarm.core.reduction import Bucket, buckets, shard_bounds
-from swarm.core.step import Effect, ReplicaStep, Role, replicas_of
-from swarm.peer.links import Links
-from swarm.ports import Buffer, StageExecutor
+from swarm.core.step import Role, replicas_of
+from swarm.peer.replica import Replica
+from swarm.ports import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -47,26 +46,16 @@ class Shard:
 class Reducer:
     """One replica's reductions in one epoch."""
 
-    def __init__(
-        self,
-        *,
-        role: Role,
-        training: Training,
-        shape: ModelShape,
-        executor: StageExecutor,
-        links: Links,
-        step: ReplicaStep,
-        perform: Callable[[Sequence[Effect]], None],
-    ) -> None:
-        self._role = role
-        self._me = role.me.peer
-        self._executor = executor
-        self._links = links
-        self._step = step
-        self._perform = perform
-        exact = training.execution.determinism == "exact"
+    def __init__(self, replica: Replica) -> None:
+        self._role = replica.role
+        self._me = replica.role.me.peer
+        self._executor = replica.executor
+        self._links = replica.links
+        self._step = replica.step
+        self._perform = replica.perform
+        exact = replica.training.execution.determinism == "exact"
         self._dtype: str = "int64" if exact else "float32"
-        self._shards = shards_of(role, shape)
+        self._shards = shards_of(replica.role, replica.shape)
         self._parts: dict[tuple[int, int, int], dict[PeerId, Buffer | None]] = {}
         self._gathered: set[tuple[int, int]] = set()
         self._events_send, self._events = trio.open_memory_channel[
