@@ -29,11 +29,13 @@ from swarm.local import LocalOptions, run_local
 from swarm.node import Node, advertised_hosts
 
 INTERRUPTED, BUG = 130, 70
+EXPORT_SECONDS = 24 * 3600.0
 DEFAULT_LISTEN = "127.0.0.1:31337"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
+    _open_standard_streams()
     options = _parser().parse_args(arguments)
     logging.basicConfig(
         level=(options.log_level or ("info" if options.command is _run else "warning")).upper(),
@@ -49,6 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report_group(group)
     except SwarmError as error:
         return _report(error)
+
+
+def _open_standard_streams() -> None:
+    """A daemon may be started with closed standard streams; libraries expect that they exist."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
 
 
 def _report(error: SwarmError) -> int:
@@ -191,7 +203,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    result = call(options.home, "export", path=str(options.out.resolve()))
+    result = call(options.home, "export", seconds=EXPORT_SECONDS, path=str(options.out.resolve()))
     print(f"{result['sha256']}  {options.out}")
     return 0
 

@@ -24,6 +24,8 @@ from protocol.messages import (
     Message,
     Ping,
     Pong,
+    Report,
+    Resume,
     Training,
 )
 from protocol.packing import canonical
@@ -39,7 +41,7 @@ from protocol.records import (
     sign_record,
 )
 from protocol.signing import Identity, PeerId
-from swarm.core.agreement import Plan
+from swarm.core.agreement import Agreement, Plan
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
 from swarm.core.planning import Candidate
@@ -64,7 +66,8 @@ from swarm.ports import (
 log = logging.getLogger(__name__)
 
 FIRST_PUBLISH_SECONDS, PUBLISH_SECONDS = 1.0, 30.0
-MAX_EARLY_MESSAGES = 1024
+MAX_EARLY_MESSAGES = 4
+"""Of one peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Daemon:
         self,
         *,
         manifest: Manifest,
+        agreement: Agreement,
         identity: Identity,
         boot: int,
         outside: Outside,
@@ -109,8 +113,8 @@ class Daemon:
     ) -> None:
         self.me = Member(identity.peer, boot)
         self.listen = ""
-        self._manifest = manifest
-        self._identity = identity
+        self.manifest = manifest
+        self.identity = identity
         self._outside = outside
         self._settings = settings
         self._links = Links(
@@ -122,8 +126,8 @@ class Daemon:
         )
         self.control = Control(
             manifest=manifest,
-            identity=identity,
-            boot=boot,
+            agreement=agreement,
+            me=self.me,
             storage=outside.storage,
             links=self._links,
             on_plan=self._note_plan,
@@ -177,6 +181,7 @@ class Daemon:
         """Measure, join, then work by one plan after the other."""
         self._phase = "measuring"
         self._profile = await self._outside.executor.profile()
+        self.control.layers = len(self._profile.layers)
         digest = b""
         if self._outside.source is not None:
             digest = await trio.to_thread.run_sync(self._outside.source.digest)
@@ -214,7 +219,7 @@ class Daemon:
             self._epoch = Epoch(
                 plan=plan,
                 me=self.me,
-                training=self._manifest.training,
+                training=self.manifest.training,
                 shape=profile.shape,
                 executor=self._outside.executor,
                 source=self._outside.source,
@@ -236,9 +241,9 @@ class Daemon:
     # --- joining ---------------------------------------------------------------------------
 
     async def _join(self, profile: Profile, digest: bytes) -> None:
-        record = sign_record(self._identity, PEER_RECORD_PURPOSE, self._record())
+        record = sign_record(self.identity, PEER_RECORD_PURPOSE, self._record())
         request = JoinRequest(
-            run=self._manifest.run,
+            run=self.manifest.run,
             peer=self.me.peer,
             boot=self.me.boot,
             epoch=self.control.plan.header.epoch,
@@ -248,8 +253,8 @@ class Daemon:
             numerics=profile.numerics,
             data_digest=digest,
         )
-        signed = sign_record(self._identity, JOIN_REQUEST_PURPOSE, request)
-        if self._manifest.founder == self.me.peer:
+        signed = sign_record(self.identity, JOIN_REQUEST_PURPOSE, request)
+        if self.manifest.founder == self.me.peer:
             self.control.join_myself(Candidate(record, request))
             return
         await self._join_others(record, signed)
@@ -269,7 +274,7 @@ class Daemon:
                     fault = error
                 await trio.sleep(RETRY_SECONDS)
         raise JoinError(
-            f"cannot join run {self._manifest.run.hex()[:16]}…: nobody took us in "
+            f"cannot join run {self.manifest.run.hex()[:16]}…: nobody took us in "
             f"within {JOIN_SECONDS:g} s",
             evidence=(fault.reason,) if fault is not None else (),
             hint="ask a running peer for a fresh invitation with `swarm invite`",
@@ -280,7 +285,7 @@ class Daemon:
     def _record(self) -> PeerRecord:
         self._record_sequence += 1
         return PeerRecord(
-            run=self._manifest.run,
+            run=self.manifest.run,
             peer=self.me.peer,
             boot=self.me.boot,
             addresses=self.addresses(),
@@ -337,7 +342,7 @@ class Daemon:
             case GetChain() as message:
                 self.control.handle_get_chain(message, answer)
             case GetManifest(id=number):
-                answer(ManifestAnswer(id=number, manifest=canonical(self._manifest)), ())
+                answer(ManifestAnswer(id=number, manifest=canonical(self.manifest)), ())
             case Join() as message:
                 self.control.handle_join(peer, message, answer)
             case GetState() as message:
@@ -365,8 +370,8 @@ class Daemon:
             )
             self.control.send_newest(peer)
         elif said > (newest.generation, newest.epoch):
-            self._keep_early(peer, message, payload)
             self._links.start_soon(self.control.fetch_chain, peer)
+            self._keep_early(peer, message, payload)
         elif not self._is_worker(Member(peer, boot)):
             raise RemoteProtocolError(f"boot {boot} of {peer} has no role in epoch {fence.epoch}")
         elif isinstance(message, Durable):
@@ -385,11 +390,12 @@ class Daemon:
     def _keep_early(self, peer: PeerId, message: Training, payload: Buffer) -> None:
         """Keep a message of a plan that this peer does not work by yet.
 
-        Nobody sends tensors before this peer has reported under that plan."""
-        if len(self._early) >= MAX_EARLY_MESSAGES or len(payload):
+        Only what the others may say before this peer has reported can be early."""
+        kept = sum(sender == peer for sender, _, _ in self._early)
+        if not isinstance(message, Report | Resume) or kept >= MAX_EARLY_MESSAGES:
             raise RemoteProtocolError(
                 f"{type(message).__name__} of epoch {message.fence.epoch} at epoch "
-                f"{self.control.plan.header.epoch}, {len(self._early)} wait already"
+                f"{self.control.plan.header.epoch}, {kept} messages of this peer wait"
             )
         self._early.append((peer, message, payload))
 

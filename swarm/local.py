@@ -18,13 +18,16 @@ from subprocess import PIPE
 import trio
 
 from protocol.records import Training
-from swarm.adapters.control_socket import call
+from swarm.adapters.control_socket import ANSWER_SECONDS, call
+from swarm.adapters.hivemind_dht import remove_sockets
 from swarm.config import PeerSettings
 from swarm.errors import NotRunning, RunHalted, SwarmError
 from swarm.homes import create_home
 from swarm.show import Progress
 
 POLL_SECONDS = 0.5
+MAX_REFUSALS = 3
+EXPORT_SECONDS = 24 * 3600.0
 LEAVE_SECONDS = 15.0
 ANY_PORT = "127.0.0.1:0"
 
@@ -98,9 +101,23 @@ class _Child:
     async def ready(self) -> None:
         """Wait until the daemon listens. Raises PeerDied if it ends instead."""
         assert self.process.stdout is not None
-        if not await self.process.stdout.receive_some(256):
-            await self.process.wait()
-            raise self.died()
+        said = b""
+        while not said.startswith(b"ready ") and b"\nready " not in said:
+            data = await self.process.stdout.receive_some(4096)
+            if not data:
+                await self.process.wait()
+                raise self.died()
+            said += data
+
+    async def keep_output(self) -> None:
+        """Move what the model prints into the log: a full pipe would stop the daemon."""
+        assert self.process.stdout is not None
+        with (
+            self._log.open("ab", buffering=0) as log,
+            contextlib.suppress(trio.ClosedResourceError),
+        ):
+            while data := await self.process.stdout.receive_some(65536):
+                log.write(data)
 
     def died(self) -> PeerDied:
         """Return what there is to say about a daemon that has ended."""
@@ -127,6 +144,7 @@ class _Child:
                 print(f"peer {self.number} did not leave and is killed", file=sys.stderr)
                 self.process.kill()
                 await self.process.wait()
+                remove_sockets(self.home)
             if self.process.stdout is not None:
                 await self.process.stdout.aclose()
 
@@ -144,7 +162,7 @@ async def _run(options: LocalOptions, homes: Path) -> int:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)
         try:
-            await _start_all(options, homes, children)
+            await _start_all(options, homes, children, nursery)
             result = await _watch(options, children)
         finally:
             async with trio.open_nursery() as leaving:
@@ -160,10 +178,13 @@ async def _cancel_on_signal(scope: trio.CancelScope) -> None:
             scope.cancel()
 
 
-async def _start_all(options: LocalOptions, homes: Path, children: list[_Child]) -> None:
+async def _start_all(
+    options: LocalOptions, homes: Path, children: list[_Child], nursery: trio.Nursery
+) -> None:
     founder = await _Child.start(0, homes, ["--host-label", "local-0"])
     children.append(founder)
     await founder.ready()
+    nursery.start_soon(founder.keep_output)
     invitation = str((await _call(founder.home, "invite"))["invitation"])
     for number in range(1, options.peers):
         arguments = ["--join", invitation, "--listen", ANY_PORT]
@@ -171,10 +192,12 @@ async def _start_all(options: LocalOptions, homes: Path, children: list[_Child])
         children.append(await _Child.start(number, homes, arguments))
     for child in children[1:]:
         await child.ready()
+        nursery.start_soon(child.keep_output)
 
 
 async def _watch(options: LocalOptions, children: list[_Child]) -> int:
-    """Show progress until the run has ended; export. Raises RunHalted or PeerDied."""
+    """Show progress until the run has ended; export. Raises RunHalted, PeerDied, NotRunning."""
+    refusals = 0
     with Progress(options.training) as progress:
         while True:
             for child in children:
@@ -183,8 +206,12 @@ async def _watch(options: LocalOptions, children: list[_Child]) -> int:
             try:
                 status = await _call(children[0].home, "status")
             except NotRunning:
+                refusals += 1
+                if refusals > MAX_REFUSALS:
+                    raise
                 await trio.sleep(POLL_SECONDS)
                 continue
+            refusals = 0
             progress.update(status)
             if status["phase"] == "ended":
                 break
@@ -194,12 +221,14 @@ async def _watch(options: LocalOptions, children: list[_Child]) -> int:
     if options.report is not None:
         options.report.write_text(json.dumps(status, indent=2) + "\n")
     out = options.out or children[0].home / "weights.safetensors"
-    result = await _call(children[0].home, "export", path=str(out.resolve()))
+    result = await _call(children[0].home, "export", EXPORT_SECONDS, path=str(out.resolve()))
     print(f"{result['sha256']}  {options.out or 'not kept: no --out'}")
     return 0
 
 
-async def _call(home: Path, command: str, **arguments: object) -> dict[str, object]:
+async def _call(
+    home: Path, command: str, seconds: float = ANSWER_SECONDS, **arguments: object
+) -> dict[str, object]:
     return await trio.to_thread.run_sync(
-        lambda: call(home, command, **arguments), abandon_on_cancel=True
+        lambda: call(home, command, seconds=seconds, **arguments), abandon_on_cancel=True
     )

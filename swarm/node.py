@@ -11,7 +11,11 @@ from pathlib import Path
 import trio
 
 from protocol.records import Training
-from swarm.adapters.checkpoints import has_checkpoint, read_checkpoint, write_checkpoint
+from swarm.adapters.checkpoints import (
+    checkpoint_versions,
+    read_checkpoint,
+    write_checkpoint,
+)
 from swarm.adapters.control_socket import serve_commands
 from swarm.adapters.disk import Home
 from swarm.adapters.durable import write_file_durably
@@ -32,16 +36,24 @@ class DiskCheckpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._last: tuple[tuple[int, int], Buffer] | None = None
 
     def write(self, version: int, layers: Mapping[int, Buffer]) -> tuple[bytes, ...]:
         """Write layers durably (ports.Checkpoints.write)."""
         return write_checkpoint(self._folder, version, layers)
 
     def read(self, version: int, layer: int) -> Buffer | None:
-        """Return a layer's checked bytes (ports.Checkpoints.read)."""
-        if not has_checkpoint(self._folder, version, [layer]):
+        """Return a layer's checked bytes (ports.Checkpoints.read).
+
+        The last one is kept, since it is asked for piece by piece."""
+        last = self._last
+        if last is not None and last[0] == (version, layer):
+            return last[1]
+        if version not in checkpoint_versions(self._folder):
             return None
-        return memoryview(read_checkpoint(self._folder, version, [layer])[layer])
+        data = memoryview(read_checkpoint(self._folder, version, [layer])[layer])
+        self._last = ((version, layer), data)
+        return data
 
 
 class Node:
@@ -70,6 +82,7 @@ class Node:
         self._executor = ThreadedExecutor(stage)
         self.daemon = Daemon(
             manifest=manifest,
+            agreement=home.agreement(),
             identity=identity,
             boot=home.next_boot(),
             outside=Outside(

@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from protocol.records import Training
 
@@ -33,7 +35,7 @@ class Progress:
                 TimeElapsedColumn(),
                 console=self._console,
             )
-            self._task = self._bar.add_task(training.name, total=training.steps)
+            self._task = self._bar.add_task(escape(training.name), total=training.steps)
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:
@@ -62,7 +64,7 @@ class Progress:
     def show(self, version: int, text: str) -> None:
         """Show that `version` steps are done."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=version, description=text)
+            self._bar.update(self._task, completed=version, description=escape(text))
             return
         every = max(1, self._steps // LINES_WITHOUT_TERMINAL)
         key = f"{version // every} {text if version == 0 else ''}"
@@ -86,7 +88,7 @@ def print_status(status: dict[str, Any]) -> None:
         lines.append(f"waiting for {status['waiting_for_peers']} more peer(s)")
     lines += [line for line in (status["trouble"], status["council_note"]) if line]
     for line in lines:
-        console.print(line, markup=False)
+        console.print(_plain(line))
     console.print(_members_table(status))
 
 
@@ -102,21 +104,26 @@ def _members_table(status: dict[str, Any]) -> Table:
     placed = {peer for _, _, peer in rows}
     rows += [("-", "-", peer) for peer in members if peer not in placed]
     for stage_number, layers, peer in rows:
-        member = members.get(peer)
+        peer_cell, member = _plain(peer), members.get(peer)
         if member is None:
-            table.add_row(stage_number, layers, peer, "not heard of", "-", "-", "-", "-")
+            table.add_row(stage_number, layers, peer_cell, "not heard of", "-", "-", "-", "-")
             continue
         table.add_row(
             stage_number,
             layers,
-            peer,
-            member["state"],
+            peer_cell,
+            _plain(member["state"]),
             str(member["version"]),
             str(member["queue_length"]),
             f"{member['silent_seconds']:.1f} s ago",
             f"{1000 * member['rtt_seconds']:.1f} ms",
         )
     return table
+
+
+def _plain(text: str) -> Text:
+    """Return text as it is: others have written it, so nothing in it is markup or control."""
+    return Text("".join(character if character.isprintable() else "?" for character in text))
 
 
 def run_reference_command(training: Training, data_dir: Path, device: str, out: Path | None) -> int:

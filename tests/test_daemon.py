@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 import trio
+from msgspec.structs import replace
 
 from protocol.codec import PREFIX
 from protocol.connection import Connection
@@ -20,16 +21,30 @@ from protocol.messages import (
     Commit,
     Fence,
     Forward,
+    GatherShard,
     GetChain,
     Goodbye,
     LedgerReport,
+    Missing,
     Ping,
     Pong,
+    Resume,
     Totals,
 )
 from protocol.packing import canonical
-from protocol.records import CertifiedPlan, PlanBody, PlanHeader, TensorSpec, decode_record
+from protocol.records import (
+    CertifiedPlan,
+    Member,
+    PlanBody,
+    PlanHeader,
+    TensorSpec,
+    decode_record,
+)
+from swarm.adapters.datasets import open_source
+from swarm.core.agreement import Agreement, HardState
+from swarm.core.reduction import buckets
 from swarm.node import Node
+from swarm.peer.feeder import Feeder
 from swarm.ports import ByteStream
 from tests.processes.swarms import GPT, manifest
 from tests.rogues import Rogue, with_rogue
@@ -148,8 +163,7 @@ def test_a_newer_epoch_is_asked_for_and_not_believed(tmp_path: Path) -> None:
         await rogue.take_role(victim)
         assert rogue.fence is not None
         newer = Fence(rogue.fence.generation, 9, rogue.fence.boot)
-        totals = Totals(1, 1.0, (), "apply", 1.0)
-        rogue.links.post(victim, Commit(fence=newer, step=0, totals=totals))
+        rogue.links.post(victim, Resume(fence=newer, step=0, missing=()))
         assert isinstance((await rogue.hear(GetChain)).message, GetChain)
         assert node.daemon.control.plan.header.epoch == 1
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
@@ -353,5 +367,96 @@ def test_a_token_that_is_none_halts_the_run_with_its_microbatch(tmp_path: Path) 
         assert "mb=0/0" in body.halted and rogue.identity.peer in body.halted
         assert node.daemon.control.trouble == body.halted
         assert len(node.daemon.ledger) == 0
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_little_of_an_unknown_epoch_is_kept(tmp_path: Path) -> None:
+    """Four messages of a peer, of the kinds that can be early; the next ends its link."""
+
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        assert rogue.fence is not None
+        newer = Fence(rogue.fence.generation, 9, rogue.fence.boot)
+        for _ in range(5):
+            rogue.links.post(victim, Resume(fence=newer, step=0, missing=()))
+        assert "4 messages of this peer wait" in await rogue.link_end()
+        totals = Totals(1, 1.0, (), "apply", 1.0)
+        rogue.links.post(victim, Commit(fence=newer, step=0, totals=totals))
+        assert "Commit of epoch 9 at epoch 1" in await rogue.link_end()
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_parts_that_come_twice_end_the_link(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
+        shape = rogue.profile.shape
+        assert rogue.body is not None and rogue.fence is not None
+        ranges = [(stage.first, stage.last) for stage in rogue.body.stages]
+        tied = next(b for b in buckets(shape, ranges) if b.stages == (0, 1))
+        spec = TensorSpec("int64", (tied.elements,))
+        gather = GatherShard(fence=rogue.fence, step=0, bucket=tied.index, shard=0, tensors=(spec,))
+        for _ in range(2):
+            rogue.links.post(victim, gather, (memoryview(bytes(spec.nbytes)),))
+        assert "twice" in await rogue.link_end()
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_a_resume_with_a_wrong_bitmap_ends_the_link(tmp_path: Path) -> None:
+    """Said to a feeder, which would look for the indices."""
+
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        await rogue.take_role(node.daemon.me.peer)
+        assert rogue.body is not None and rogue.fence is not None
+        feeder = Feeder(
+            body=rogue.body,
+            me=Member(rogue.identity.peer, 1),
+            fence=rogue.fence,
+            training=rogue.training,
+            shape=rogue.profile.shape,
+            source=open_source(rogue.training, Path()),
+            links=rogue.links,
+            on_trouble=lambda reason: None,
+        )
+        with pytest.raises(RemoteProtocolError, match="bitmap of 99 bytes"):
+            feeder.resume(Resume(fence=rogue.fence, step=0, missing=(Missing(0, b"\xff" * 99),)))
+
+    with_rogue(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"wiring": ()}, "wiring of 0 stages"),
+        ({"stages": 1}, "the last stage ends at layer"),
+    ],
+)
+def test_a_certified_plan_that_is_malformed_is_not_adopted(
+    change: dict[str, object], fault: str, tmp_path: Path
+) -> None:
+    """A council that certifies nonsense does not end its members."""
+
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        await rogue.take_role(node.daemon.me.peer)
+        control, plan = node.daemon.control, node.daemon.control.plan
+        body = plan.body
+        if "wiring" in change:
+            body = replace(body, wiring=())
+        else:
+            body = replace(body, stages=body.stages[:1], wiring=body.wiring[:1])
+        sole = Agreement(
+            node.daemon.manifest, node.daemon.identity, HardState(1, None, (plan.proof,))
+        )
+        sole.propose(body, kind="planned", from_step=0)
+        with pytest.raises(RemoteProtocolError, match=fault):
+            control.handle_certified(rogue.identity.peer, Certified(plan=sole.newest.proof))
+        assert control.plan is plan
+        assert (await rogue.works_on(node.daemon.me.peer, 0)).nonfinite == ""
 
     with_rogue(tmp_path, scenario)

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 SOCKET_NAME = "control.sock"
 MAX_REQUEST_BYTES = 64 * 1024
 REQUEST_SECONDS = 10.0
+ANSWER_SECONDS = 10.0
 
 Handler = Callable[[str, dict[str, object]], Awaitable[dict[str, object]]]
 
@@ -91,16 +92,24 @@ async def _answer(request: bytes, handler: Handler) -> dict[str, object]:
         }
 
 
-def call(home: Path, command: str, **arguments: object) -> dict[str, object]:
-    """Send a command to the daemon of `home` and return its answer; blocks.
+def call(
+    home: Path, command: str, *, seconds: float = ANSWER_SECONDS, **arguments: object
+) -> dict[str, object]:
+    """Send a command to the daemon of `home` and return its answer within `seconds`; blocks.
 
     Raises NotRunning if no daemon answers there, or the error that the daemon reports."""
     request = json.dumps({"command": command, "arguments": arguments}).encode() + b"\n"
     try:
-        reply = _exchange(home, request)
+        reply = _exchange(home, request, seconds)
         answer = json.loads(reply)
     except (OSError, ValueError) as error:
         gone = isinstance(error, FileNotFoundError)
+        if isinstance(error, TimeoutError):
+            raise NotRunning(
+                f"the daemon of {home} does not answer",
+                evidence=(f"no answer to {command!r} within {seconds:g} s",),
+                hint="is its process stopped, or the machine overloaded? Ask again, or end it",
+            ) from error
         raise NotRunning(
             f"no daemon answers in {home}",
             evidence=(f"{home / SOCKET_NAME} does not exist" if gone else str(error),),
@@ -115,10 +124,11 @@ def call(home: Path, command: str, **arguments: object) -> dict[str, object]:
     return result
 
 
-def _exchange(home: Path, request: bytes) -> bytes:
+def _exchange(home: Path, request: bytes, seconds: float) -> bytes:
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(seconds)
             client.connect(f"/proc/self/fd/{folder}/{SOCKET_NAME}")
             client.sendall(request)
             reply = bytearray()

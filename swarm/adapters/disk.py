@@ -38,6 +38,7 @@ from swarm.adapters.durable import (
     write_file_durably,
 )
 from swarm.config import PeerSettings, read_settings, render_settings
+from swarm.core.agreement import HARD_STATE, Agreement, HardState
 from swarm.errors import HomeError
 
 __all__ = [
@@ -206,6 +207,17 @@ class Home:
             raise self._not_whole("run", "is not 64 hexadecimal digits")
         return bytes.fromhex(text.decode())
 
+    def agreement(self) -> Agreement:
+        """Return what this peer knows of the chain of plans, and its vote. Raises HomeError."""
+        data = self.storage.load(HARD_STATE)
+        if data is None:
+            raise self._not_whole(f"state/{HARD_STATE}", "is missing")
+        try:
+            state = decode_record(data, HardState)
+            return Agreement(self.manifest(), self.identity(), state)
+        except RemoteProtocolError as error:
+            raise self._not_whole(f"state/{HARD_STATE}", f"is damaged: {error}") from error
+
     def settings(self) -> PeerSettings:
         """Return the owner's settings. Raises ConfigError if they are wrong or missing."""
         return read_settings(self.settings_path)
@@ -216,6 +228,7 @@ class Home:
         if len(swarm_key) != KEY_BYTES or len(seed) != KEY_BYTES:
             raise ValueError(f"keys have {KEY_BYTES} bytes")
         self.storage.save(BOOT, b"0")
+        self.storage.save(HARD_STATE, canonical(HardState()))
         self._write("manifest", canonical(manifest))
         self._write("run", manifest.run.hex().encode() + b"\n")
         self._write("peer.toml", render_settings(settings).encode())
@@ -226,7 +239,7 @@ class Home:
     def _check(self) -> None:
         self.identity()
         self.swarm_key()
-        self.manifest()
+        self.agreement()
         self.boot()
 
     def _write(self, name: str, data: bytes, mode: int = 0o644) -> None:

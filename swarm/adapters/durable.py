@@ -29,7 +29,11 @@ def write_file_durably(path: Path, data: bytes | memoryview, *, mode: int = PUBL
     Raises HomeError; then the old file, if any, is as it was.
     """
     digest = hashlib.sha256()
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    if not path.name:
+        raise HomeError(
+            f"cannot write {path}", evidence=("it is no file name",), hint="name a file"
+        )
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     with _told("write", path):
         try:
             with open(

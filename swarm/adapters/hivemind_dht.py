@@ -119,7 +119,7 @@ class HivemindDht:
                 with trio.move_on_after(_CLOSE_SECONDS):
                     await self._thread.finished(node.aclose())
             await self._thread.aclose()
-        _remove_sockets(self._folder)
+        remove_sockets(self._folder)
 
     async def _start(self, listen: tuple[str, int], initial_peers: tuple[str, ...]) -> None:
         module = await trio.to_thread.run_sync(_import_libp2p_node)
@@ -184,13 +184,13 @@ def _import_libp2p_node() -> ModuleType:
 
 def _make_sockets(folder: Path) -> Path:
     """Return a new private folder with a short name: the path of a Unix socket is limited."""
-    _remove_sockets(folder)
+    remove_sockets(folder)
     sockets = tempfile.mkdtemp(prefix=_SOCKETS_PREFIX)
     (folder / _SOCKETS_NOTE).write_text(sockets)
     return Path(sockets)
 
 
-def _remove_sockets(folder: Path) -> None:
+def remove_sockets(folder: Path) -> None:
     """Remove the folder of sockets that we, or a process before us that was killed, made."""
     note = folder / _SOCKETS_NOTE
     if not note.exists():

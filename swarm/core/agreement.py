@@ -27,6 +27,9 @@ from protocol.records import (
 )
 from protocol.signing import Identity, PeerId, verify
 
+HARD_STATE = "agreement"
+"""Under which name the hard state is stored."""
+
 
 class HardState(Record, frozen=True):
     """What a peer must remember across restarts: saved before anything that relies on it."""

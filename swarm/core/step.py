@@ -6,9 +6,11 @@ with version + 1, until the last step (finished) or a halting verdict (halted). 
 are doing meanwhile is in coordinators.py. The rule: nobody updates before everybody is prepared.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
+from protocol.errors import RemoteProtocolError
 from protocol.messages import (
     MAX_FLAGS,
     Commit,
@@ -183,9 +185,25 @@ class ReplicaStep:
         return [Send(step_coordinator_of(self._role.body), prepared)]
 
     def commit(self, message: Commit) -> list[Effect]:
-        """Everybody is prepared: apply."""
+        """Everybody is prepared: apply.
+
+        Raises RemoteProtocolError if the totals cannot follow from this replica's account."""
         if message.step != self.version or self.state is not ReplicaState.PREPARED:
             return []
+        assert self._account is not None
+        totals = message.totals
+        if totals.weight != self._account.weight:
+            raise RemoteProtocolError(
+                f"Commit of step {message.step} counts weight {totals.weight}, "
+                f"this stage counts {self._account.weight}"
+            )
+        flagged = bool(totals.flags or self._account.flags)
+        whole = totals.weight > 0 and math.isfinite(totals.square_norm) and not flagged
+        if totals.verdict == "apply" and not whole:
+            raise RemoteProtocolError(
+                f"Commit of step {message.step} applies weight {totals.weight}, squared norm "
+                f"{totals.square_norm}, {len(totals.flags)} flags"
+            )
         self.state = ReplicaState.COMMITTING
         return [Apply(message.step, message.totals)]
 

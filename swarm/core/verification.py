@@ -76,12 +76,18 @@ def _short(text: str) -> str:
     return text if len(text) <= 1000 else text[:999] + "…"
 
 
-def check_plan(body: PlanBody, manifest: Manifest) -> None:
-    """Check that a plan is well-formed. Raises RemoteProtocolError with the rule and figures."""
+def check_plan(body: PlanBody, manifest: Manifest, layers: int = 0) -> None:
+    """Check that a plan is well-formed; `layers` is the model's number, 0 while it is unknown.
+
+    Raises RemoteProtocolError with the rule and figures."""
     members = _members_of(body, manifest)
     if not body.stages:
         raise RemoteProtocolError("the plan has no stages")
     _check_ranges(body, manifest)
+    if layers and body.stages[-1].last != layers:
+        raise RemoteProtocolError(
+            f"the last stage ends at layer {body.stages[-1].last}, the model has {layers}"
+        )
     working = [member for stage in body.stages for member in stage.replicas]
     if len({member.peer for member in working}) != len(working):
         raise RemoteProtocolError("a peer hosts two stages or two replicas")

@@ -23,6 +23,7 @@ from protocol.messages import (
 from protocol.packing import canonical
 from protocol.records import (
     PEER_RECORD_PURPOSE,
+    CertifiedPlan,
     Completed,
     Manifest,
     Member,
@@ -31,14 +32,14 @@ from protocol.records import (
     decode_record,
     open_signed,
 )
-from protocol.signing import Identity, PeerId
+from protocol.signing import PeerId
 from swarm.core.agreement import (
+    HARD_STATE,
     Adopted,
     Agreement,
     Announce,
     Effect,
     FetchChain,
-    HardState,
     Persist,
     Plan,
 )
@@ -52,14 +53,13 @@ from swarm.peer.links import Links
 from swarm.peer.membership import (
     HEARTBEAT_SECONDS,
     LEADER_BEAT_SECONDS,
+    SUSPICION_SECONDS,
     Membership,
     beat_forever,
 )
 from swarm.ports import Storage
 
 log = logging.getLogger(__name__)
-
-HARD_STATE = "agreement"
 
 
 class Control:
@@ -69,33 +69,34 @@ class Control:
         self,
         *,
         manifest: Manifest,
-        identity: Identity,
-        boot: int,
+        agreement: Agreement,
+        me: Member,
         storage: Storage,
         links: Links,
         on_plan: Callable[[Plan], None],
         wait_for_peers: int,
         stages: int,
     ) -> None:
-        """Continue from the hard state on disk. `wait_for_peers` and `stages` matter to the
+        """Continue from what `agreement` knows. `wait_for_peers` and `stages` matter to the
         founder only: how many peers the first plan waits for, and its number of stages."""
         self.manifest = manifest
-        self.me = Member(identity.peer, boot)
-        self.members = Membership(links)
+        self.me = me
+        self.members = Membership(links, self.me)
         self.beat: LeaderBeat | None = None
+        self._beat_at = 0.0
         self._storage = storage
         self._links = links
         self._on_plan = on_plan
         self._wait_for_peers = wait_for_peers
         self._stages = stages
-        saved = storage.load(HARD_STATE)
-        state = decode_record(saved, HardState) if saved is not None else HardState()
-        self.agreement = Agreement(manifest, identity, state)
+        self.agreement = agreement
         self._candidates: dict[PeerId, Candidate] = {}
         self._founder: Candidate | None = None
         self._durable: dict[PeerId, Durable] = {}
         self.joined_event = trio.Event()
         self._trouble = ""
+        self.layers = 0
+        """How many layers the model has; 0 until this peer has measured it."""
 
     @property
     def plan(self) -> Plan:
@@ -124,7 +125,23 @@ class Control:
             return self.plan.body.halted
         if self.plan.body.ended:
             return ""
-        return self._trouble or (self.beat.trouble if self.beat is not None else "")
+        told = self.beat.trouble if self.beat is not None else ""
+        return self._trouble or self._leader_trouble() or told
+
+    def _leader_trouble(self) -> str:
+        """Return what is wrong with the leader, if another peer leads and this one has joined."""
+        if self.is_leader or self.beat is None:
+            return ""
+        if self.leader not in self._links.connected():
+            return f"the leader {self.leader} is lost, and nobody can plan without it"
+        if self.beat_age_seconds > SUSPICION_SECONDS:
+            return f"the leader {self.leader} has been silent for {self.beat_age_seconds:.0f} s"
+        return ""
+
+    @property
+    def beat_age_seconds(self) -> float:
+        """Return how old the last word of the leader is; 0 where this peer leads."""
+        return 0.0 if self.is_leader else trio.current_time() - self._beat_at
 
     def dht_addresses(self) -> tuple[str, ...]:
         """Return where the DHT nodes of the plan's other members were."""
@@ -208,12 +225,19 @@ class Control:
     # --- agreement -------------------------------------------------------------------------
 
     def _decide(self, body: PlanBody, *, from_step: int) -> None:
-        check_plan(body, self.manifest)
+        check_plan(body, self.manifest, self.layers)
         self._perform(self.agreement.propose(body, kind="planned", from_step=from_step))
 
     def handle_certified(self, sender: PeerId, message: Certified) -> None:
         """Take in a certificate. Raises RemoteProtocolError if it does not hold."""
-        self._perform(self.agreement.handle_certified(message.plan, sender))
+        self._take_certified(message.plan, sender)
+
+    def _take_certified(self, proof: CertifiedPlan, sender: PeerId) -> None:
+        """Adopt what is certified. Nobody could work by a malformed plan: it is refused."""
+        body = decode_record(proof.body, PlanBody)
+        if body.stages:
+            check_plan(body, self.manifest, self.layers)
+        self._perform(self.agreement.handle_certified(proof, sender))
 
     def handle_get_chain(self, message: GetChain, answer: Answer) -> None:
         """Answer with the certified plans that the asker lacks."""
@@ -227,7 +251,7 @@ class Control:
             )
             if isinstance(answer.message, ChainAnswer):
                 for proof in answer.message.plans:
-                    self._perform(self.agreement.handle_certified(proof, peer))
+                    self._take_certified(proof, peer)
         except (PeerError, RemoteProtocolError) as fault:
             log.warning("chain not fetched peer=%s fault=%r", peer, str(fault))
 
@@ -252,7 +276,7 @@ class Control:
         log.info("adopted epoch=%d reason=%r", plan.header.epoch, plan.body.reason)
         for signed in plan.body.members:
             self._links.know_record(open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord))
-        self.members.forget_losses()
+        self.members.begin_epoch()
         self._on_plan(plan)
 
     def _others(self) -> list[PeerId]:
@@ -322,7 +346,8 @@ class Control:
         def beat() -> None:
             if self.is_leader:
                 self.beat = self._make_beat()
-                for peer in self._others():
+                members = {signed.signer for signed in self.plan.body.members}
+                for peer in sorted(members | self.candidates):
                     if peer in self._links.connected():
                         self._links.post(peer, self.beat)
 
@@ -341,7 +366,8 @@ class Control:
 
     def handle_heartbeat(self, sender: PeerId, message: Heartbeat) -> None:
         """Note what a member says of itself, if this peer leads."""
-        if self.is_leader and sender in self._candidates:
+        members = {signed.signer for signed in self.plan.body.members}
+        if self.is_leader and (sender in self._candidates or sender in members):
             self.members.heard(sender, message)
             if message.trouble:
                 self._halt(message.trouble)
@@ -351,5 +377,6 @@ class Control:
         if sender != self.leader:
             raise RemoteProtocolError(f"LeaderBeat from {sender}, {self.leader} leads")
         self.beat = message
+        self._beat_at = trio.current_time()
         if message.epoch > self.plan.header.epoch:
             self._links.start_soon(self.fetch_chain, sender)

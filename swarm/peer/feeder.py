@@ -72,13 +72,18 @@ class Feeder:
         self._sent_to: dict[Microbatch, PeerId] = {}
 
     def resume(self, message: Resume) -> None:
-        """Begin with the step in hand, at the indices that it misses."""
+        """Begin with the step in hand, at the indices that it misses.
+
+        Raises RemoteProtocolError if they are none of a step's."""
         if self._resumed.is_set():
             return
         count = self._training.microbatches_per_step
-        self._missing = frozenset(
-            index for each in message.missing for index in indices_of(each.bitmap, count)
-        )
+        try:
+            self._missing = frozenset(
+                index for each in message.missing for index in indices_of(each.bitmap, count)
+            )
+        except ValueError as error:
+            raise RemoteProtocolError(f"Resume: {error}") from error
         self._step = message.step
         self._resumed.set()
 

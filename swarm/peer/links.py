@@ -13,6 +13,7 @@ import trio
 
 from protocol.codec import payload_bytes_of
 from protocol.connection import Connection, Received
+from protocol.errors import RemoteProtocolError
 from protocol.messages import TABLE, Channel, Message, Reply, Request
 from protocol.records import PeerRecord, RunId
 from protocol.signing import PeerId
@@ -209,10 +210,11 @@ class Links:
         key = (link.peer, channel)
         self._open.setdefault(key, []).append(link)
         link.connection.max_payload_bytes = self._max_payload_bytes
-        for message, payloads in self._dialling.pop(key, ()):
-            (self._usable(key) or link).post(message, payloads)
+        waiting = self._dialling.pop(key, ())
         reason = "said Goodbye"
         try:
+            for message, payloads in waiting:
+                (self._usable(key) or link).post(message, payloads)
             await link.serve()
         except PeerError as fault:
             reason = fault.reason
@@ -223,7 +225,12 @@ class Links:
 
     async def _serve_self(self) -> None:
         async for received in self._to_self:
-            await self._receiver.handle(self.me, self._boot, received, _no_answer)
+            try:
+                await self._receiver.handle(self.me, self._boot, received, _no_answer)
+            except RemoteProtocolError as fault:
+                # What this peer says to itself may clash with what another has said before.
+                log.error("refused from this peer itself fault=%r", str(fault))
+                self._receiver.lost(self.me, str(fault))
 
 
 def _no_answer(reply: Reply, payloads: Sequence[Buffer]) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
+from msgspec.structs import replace
 
-from protocol.messages import Heartbeat, LeaderBeat, MemberView, Ping, Pong
-from protocol.records import PlanBody, clip
+from protocol.messages import TABLE, Heartbeat, LeaderBeat, MemberView, Ping, Pong
+from protocol.packing import canonical
+from protocol.records import Member, PlanBody, clip
 from protocol.signing import PeerId
 from swarm.core.step import replicas_of, workers_of
 from swarm.peer.links import Links
@@ -40,8 +42,10 @@ class _Seen:
 class Membership:
     """One peer's view of the others, and the leader's of all."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, me: Member) -> None:
         self._links = links
+        self._me = me
+        self._epoch_began = trio.current_time()
         self._seen: dict[PeerId, _Seen] = {}
         self._lost: dict[PeerId, str] = {}
         self._pings: dict[PeerId, tuple[int, float]] = {}
@@ -72,9 +76,10 @@ class Membership:
         """A link to a peer has ended or could not be opened."""
         self._lost[peer] = reason
 
-    def forget_losses(self) -> None:
+    def begin_epoch(self) -> None:
         """A new plan is active: what was lost under the old one is settled."""
         self._lost.clear()
+        self._epoch_began = trio.current_time()
 
     def suspects(self, body: PlanBody) -> tuple[PeerId, ...]:
         """Return the workers of the plan to which a link was lost in this epoch."""
@@ -101,7 +106,7 @@ class Membership:
             for seen in self._seen.values()
             if seen.heartbeat.loss is not None
         }
-        return LeaderBeat(
+        beat = LeaderBeat(
             epoch=epoch,
             term=term,
             members=views,
@@ -111,6 +116,7 @@ class Membership:
             samples_per_second=self._samples_per_second(body),
             trouble=clip(trouble or self._trouble(body, now)),
         )
+        return _fitting(beat)
 
     def _view(self, peer: PeerId, seen: _Seen, now: float) -> MemberView:
         heartbeat = seen.heartbeat
@@ -146,13 +152,44 @@ class Membership:
             return ""
         for peer in self.suspects(body):
             return f"the link to {peer} was lost ({self._lost[peer]}) and nobody replaces it"
-        for peer in workers_of(body):
-            seen = self._seen.get(peer)
-            if seen is not None and seen.heartbeat.suspects:
-                return f"{peer} has lost {seen.heartbeat.suspects[0]} and nobody replaces it"
-            if seen is not None and now - seen.at > SUSPICION_SECONDS:
-                return f"{peer} has been silent for {now - seen.at:.0f} s and nobody replaces it"
+        for member in _working_members(body):
+            trouble = self._trouble_with(member, now)
+            if trouble:
+                return trouble
         return ""
+
+    def _trouble_with(self, member: Member, now: float) -> str:
+        peer = member.peer
+        seen = self._seen.get(peer)
+        boot = self._me.boot if peer == self._me.peer else seen.heartbeat.boot if seen else 0
+        if boot > member.boot:
+            return f"{peer} has started again, its boot {boot} has no role and nobody replaces it"
+        if seen is not None and seen.heartbeat.suspects:
+            return f"{peer} has lost {seen.heartbeat.suspects[0]} and nobody replaces it"
+        silent = now - (seen.at if seen is not None else self._epoch_began)
+        if silent > SUSPICION_SECONDS:
+            return f"{peer} has been silent for {silent:.0f} s and nobody replaces it"
+        return ""
+
+
+def _working_members(body: PlanBody) -> list[Member]:
+    """Return all replicas and feeders, each once."""
+    members = {member for stage in body.stages for member in stage.replicas}
+    members |= {feeder.member for feeder in body.feeders}
+    return sorted(members, key=lambda member: (member.peer, member.boot))
+
+
+def _fitting(beat: LeaderBeat) -> LeaderBeat:
+    """Return `beat` with as much of the members as one message holds."""
+    cap = TABLE[LeaderBeat].header_cap_bytes
+    members = beat.members
+    while len(canonical(beat)) > cap:
+        if any(view.traffic for view in members):
+            members = tuple(replace(view, traffic=()) for view in members)
+        else:
+            members = members[: len(members) // 2]
+        beat = replace(beat, members=members)
+    return beat
 
 
 async def beat_forever(seconds: float, beat: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import Backward, Forward, Microbatch
 from protocol.records import TensorSpec
 from protocol.signing import PeerId
+from swarm.core.dataorder import feeder_of
 from swarm.core.ledger import DoubleCount
 from swarm.core.routing import Inflow, Router, credit_window
 from swarm.core.step import ReplicaState, Trouble, replicas_of
@@ -115,6 +116,9 @@ class Pipeline:
             raise RemoteProtocolError(f"mb={mb} came by {message.path} from {sender}")
         if not self._step.version <= mb.step <= self._step.version + 1:
             raise RemoteProtocolError(f"mb={mb} arrives at version {self._step.version}")
+        shares = [feeder.share for feeder in self._role.body.feeders]
+        if stage == 0 and sources[feeder_of(mb.step, mb.index, shares)] != sender:
+            raise RemoteProtocolError(f"mb={mb} is not for {sender} to feed")
         if mb.step == self._step.version and mb.index in self._executor.ledger:
             raise RemoteProtocolError(f"mb={mb} is in the ledger already")
         if mb in self._in_hand:

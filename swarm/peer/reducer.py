@@ -6,6 +6,7 @@ never written, so a reduction can be done again.
 """
 
 import logging
+import math
 from dataclasses import dataclass
 
 import trio
@@ -58,9 +59,11 @@ class Reducer:
         self._shards = shards_of(replica.role, replica.shape)
         self._parts: dict[tuple[int, int, int], dict[PeerId, Buffer | None]] = {}
         self._gathered: set[tuple[int, int]] = set()
+        self._arrived: set[tuple[type, int, int, int, PeerId]] = set()
+        # Bounded by what may arrive: one part per shard and sender, one sum per shard.
         self._events_send, self._events = trio.open_memory_channel[
             tuple[PeerId, GatherShard | ReduceShard | None, Buffer]
-        ](4096)
+        ](math.inf)
 
     def begin(self) -> None:
         """Start reducing the step in hand."""
@@ -89,6 +92,7 @@ class Reducer:
             raise RemoteProtocolError(
                 f"a part of step {message.step} arrives at version {self._step.version}"
             )
+        self._only_once(sender, message)
         self._events_send.send_nowait((sender, message, payload))
 
     def gather_shard(self, sender: PeerId, message: GatherShard, payload: Buffer) -> None:
@@ -100,7 +104,17 @@ class Reducer:
                 f"{sender} sends the sum of a shard of {shard.owner}, step {message.step}, "
                 f"at version {self._step.version}"
             )
+        self._only_once(sender, message)
         self._events_send.send_nowait((sender, message, payload))
+
+    def _only_once(self, sender: PeerId, message: ReduceShard | GatherShard) -> None:
+        name = (type(message), message.step, message.bucket, message.shard, sender)
+        if name in self._arrived:
+            raise RemoteProtocolError(
+                f"{sender} sends {type(message).__name__} {message.bucket}/{message.shard} of step "
+                f"{message.step} twice"
+            )
+        self._arrived = {each for each in self._arrived if each[1] >= self._step.version} | {name}
 
     # --- what is done ------------------------------------------------------------------------
 
@@ -140,6 +154,8 @@ class Reducer:
                 await self._take_part(self._me, step, message, part)
             else:
                 self._links.post(shard.owner, message, () if part is None else (part,))
+        if not self._shards:  # a stage without parameters has nothing to wait for
+            await self._prepare()
 
     async def _take_part(
         self, sender: PeerId, step: int, message: ReduceShard, part: Buffer | None
@@ -169,8 +185,10 @@ class Reducer:
         self._gathered.add((shard.bucket, shard.number))
         if self._gathered == set(self._shards):
             self._gathered.clear()
-            norms = await self._executor.square_norms()
-            self._perform(self._step.reduced(norms))
+            await self._prepare()
+
+    async def _prepare(self) -> None:
+        self._perform(self._step.reduced(await self._executor.square_norms()))
 
     def _spec(self, shard: Shard) -> TensorSpec:
         return TensorSpec(self._dtype, (shard.elements,))  # type: ignore[arg-type]

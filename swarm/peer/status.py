@@ -42,7 +42,7 @@ def status_of(
         "completed_version": plan.body.completed.version if plan.body.completed else None,
         "stages": _stages(plan.body, views),
         "feeders": [feeder.member.peer for feeder in plan.body.feeders],
-        "members": [_member(view) for view in views.values()],
+        "members": [_member(view, control.beat_age_seconds) for view in views.values()],
         "bytes_by_kind": _traffic([t for view in views.values() for t in view.traffic]),
         "peer": {
             "id": control.me.peer,
@@ -106,7 +106,7 @@ def _stages(body: PlanBody, views: dict[str, MemberView]) -> list[dict[str, obje
     ]
 
 
-def _member(view: MemberView) -> dict[str, object]:
+def _member(view: MemberView, age_seconds: float) -> dict[str, object]:
     return {
         "peer": view.peer,
         "boot": view.boot,
@@ -116,7 +116,7 @@ def _member(view: MemberView) -> dict[str, object]:
         "version": view.version,
         "ledger_size": view.ledger_size,
         "queue_length": view.queue_length,
-        "silent_seconds": view.silent_seconds,
+        "silent_seconds": view.silent_seconds + age_seconds,
         "rtt_seconds": view.rtt_seconds,
         "compute_seconds": view.compute_seconds,
     }

@@ -278,9 +278,7 @@ def replica(peer: PeerId = "b", version: int = 0) -> ReplicaStep:
 
 
 def start(step: int = 0, stage: int = 0) -> StartReduction:
-    return StartReduction(
-        fence=FENCE, step=step, stage=stage, weight=10, flags=(Flag(1, "x"),), loss_sum=2.5
-    )
+    return StartReduction(fence=FENCE, step=step, stage=stage, weight=10, flags=(), loss_sum=2.5)
 
 
 def committing(step: ReplicaStep) -> None:
@@ -316,7 +314,7 @@ def test_a_step_as_one_replica_sees_it() -> None:
             stage=0,
             square_norms=(4.0, 9.0),
             weight=10,
-            flags=(Flag(1, "x"),),
+            flags=(),
             loss_sum=2.5,
         ),
     )
@@ -712,3 +710,34 @@ def test_coordinators_are_the_first_in_plan_order() -> None:
     assert step_coordinator_of(plan) == "z"
     assert replicas_of(plan, 0) == ("z", "a")
     assert workers_of(plan) == ("a", "f", "y", "z")
+
+
+@pytest.mark.parametrize(
+    "totals",
+    [
+        Totals(30, 2.0, (), "apply", 0.5),
+        Totals(10, math.inf, (), "apply", 0.5),
+        Totals(10, 2.0, (Flag(1, "x"),), "apply", 0.5),
+    ],
+)
+def test_totals_that_cannot_follow_from_the_account_are_refused(totals: Totals) -> None:
+    step = replica()
+    step.resume(RESUME)
+    step.start_reduction(start())
+    step.reduced((1.0,))
+    with pytest.raises(RemoteProtocolError, match="Commit of step 0"):
+        step.commit(Commit(fence=FENCE, step=0, totals=totals))
+    assert step.state is ReplicaState.PREPARED
+    assert step.commit(Commit(fence=FENCE, step=0, totals=APPLY)) == [Apply(0, APPLY)]
+
+
+def test_a_step_of_weight_zero_is_never_applied() -> None:
+    step = replica()
+    step.resume(RESUME)
+    step.start_reduction(msgspec.structs.replace(start(), weight=0))
+    step.reduced((0.0,))
+    nothing = Totals(0, 0.0, (), "apply", None)
+    with pytest.raises(RemoteProtocolError, match="weight 0"):
+        step.commit(Commit(fence=FENCE, step=0, totals=nothing))
+    skipped = msgspec.structs.replace(nothing, verdict="skip")
+    assert step.commit(Commit(fence=FENCE, step=0, totals=skipped)) == [Apply(0, skipped)]
