@@ -130,7 +130,7 @@ class Control:
 
     def _leader_trouble(self) -> str:
         """Return what is wrong with the leader, if another peer leads and this one has joined."""
-        if self.is_leader or self.beat is None:
+        if self.is_leader or not self.joined_event.is_set():
             return ""
         if self.leader not in self._links.connected():
             return f"the leader {self.leader} is lost, and nobody can plan without it"
@@ -160,6 +160,7 @@ class Control:
 
     def joined(self) -> None:
         """The leader has taken this peer in."""
+        self._beat_at = trio.current_time()
         self.joined_event.set()
 
     def join_myself(self, candidate: Candidate) -> None:
