@@ -129,8 +129,9 @@ class Control:
         return self._trouble or self._leader_trouble() or told
 
     def _leader_trouble(self) -> str:
-        """Return what is wrong with the leader, if another peer leads and this one has joined."""
-        if self.is_leader or not self.joined_event.is_set():
+        """Return what is wrong with the leader, if another peer leads by a plan and this one has
+        joined. Before the first plan peers join again instead."""
+        if self.is_leader or not self.joined_event.is_set() or not self.plan.body.stages:
             return ""
         if self.leader not in self._links.connected():
             return f"the leader {self.leader} is lost, and nobody can plan without it"
