@@ -10,7 +10,6 @@ from typing import Annotated, Literal, NamedTuple
 from msgspec import Meta, Struct
 
 from protocol.records import (
-    Addresses,
     CertifiedPlan,
     Count,
     Generation,
@@ -148,7 +147,6 @@ class JoinAnswer(Reply, frozen=True, kw_only=True):
     refusal: Text
     leader: PeerId
     leader_address: Label
-    dht_addresses: Addresses = ()
 
 
 class Certified(Message, frozen=True, kw_only=True):
@@ -274,7 +272,6 @@ class ReduceShard(Training, frozen=True, kw_only=True):
     step: Count
     bucket: Count
     shard: Count
-    stage: Count
     tensors: tuple[TensorSpec, ...]
 
 

@@ -16,8 +16,10 @@ from swarm import __version__
 from swarm.adapters.control_socket import call
 from swarm.adapters.disk import Home
 from swarm.config import PeerSettings, read_training, settings_of
+from swarm.daemon import with_port
 from swarm.errors import (
     DataError,
+    ExportError,
     HomeError,
     JoinError,
     NoFeasiblePlan,
@@ -181,8 +183,7 @@ def _invite(options: argparse.Namespace) -> int:
 
 def _addresses(settings: PeerSettings) -> tuple[str, ...]:
     """Return where a peer will be reached once it runs."""
-    port = settings.listen.rpartition(":")[2]
-    return tuple(f"{host}:{port}" for host in advertised_hosts(settings)) or (settings.listen,)
+    return with_port(advertised_hosts(settings), settings.listen) or (settings.listen,)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -241,6 +242,13 @@ def _check_shape(training: Training, options: argparse.Namespace) -> None:
             f"{max(stages, 1)} stages need as many peers, --peers is {options.peers}",
             hint="raise --peers, or lower --stages (or slicing.cuts in the manifest)",
         )
+    for path in (getattr(options, "out", None), getattr(options, "report", None)):
+        if path is not None and not path.parent.is_dir():
+            raise ExportError(
+                f"{path} cannot be written",
+                evidence=(f"{path.parent} is not a folder",),
+                hint="name a file in a folder that exists",
+            )
     if not options.data_dir.is_dir():
         raise DataError(
             f"{options.data_dir} is not a folder",

@@ -4,7 +4,7 @@ Listen, find the swarm, measure, join, work by the newest plan, until told to st
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -98,6 +98,12 @@ class Settings:
     stages: int = 0
 
 
+def with_port(hosts: Sequence[str], listen: str) -> tuple[str, ...]:
+    """Return HOST:PORT for every host, with the port of `listen`."""
+    port = listen.rpartition(":")[2]
+    return tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
+
+
 class Daemon:
     """One peer, from its start to its end."""
 
@@ -142,6 +148,7 @@ class Daemon:
         self._news = trio.Event()
         self._early: list[tuple[PeerId, Training, Buffer]] = []
         self._record_sequence = 0
+        self._told_newest: set[tuple[PeerId, int, int]] = set()
         self._published = False
         self._found: list[PeerRecord] = []
         self._stop = trio.Event()
@@ -368,7 +375,9 @@ class Daemon:
             log.warning(
                 "stale peer=%s message=%s epoch=%d", peer, type(message).__name__, fence.epoch
             )
-            self.control.send_newest(peer)
+            if (peer, boot, newest.epoch) not in self._told_newest:
+                self._told_newest.add((peer, boot, newest.epoch))
+                self.control.send_newest(peer)
         elif said > (newest.generation, newest.epoch):
             self._links.start_soon(self.control.fetch_chain, peer)
             self._keep_early(peer, message, payload)
@@ -450,10 +459,7 @@ class Daemon:
 
     def addresses(self) -> tuple[str, ...]:
         """Return the HOST:PORTs under which others reach this peer."""
-        port = self.listen.rpartition(":")[2]
-        hosts = self._settings.advertised_hosts
-        named = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
-        return named or (self.listen,)
+        return with_port(self._settings.advertised_hosts, self.listen) or (self.listen,)
 
     def dht_addresses(self) -> tuple[str, ...]:
         """Return the multiaddresses of this peer's DHT node."""

@@ -108,9 +108,5 @@ class PeerRefused(PeerError):
     """Definite: what was asked did not happen."""
 
 
-class StaleEpoch(PeerRefused):
-    """The peer works by a newer plan than we do."""
-
-
 class Overloaded(PeerRefused):
     """The peer has no room for more."""

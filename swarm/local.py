@@ -1,7 +1,7 @@
 """A whole swarm on this machine: N daemons, N processes, until the run is done.
 
 The rule: whatever ends this command ends its daemons, and a temporary home goes with it. The
-daemons watch their standard input: when this process is gone, however, they leave.
+daemons watch their standard input: however this process goes, they leave.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import trio
 
 from protocol.records import Training
 from swarm.adapters.control_socket import ANSWER_SECONDS, call
+from swarm.adapters.durable import make_folder, write_file_durably
 from swarm.adapters.hivemind_dht import remove_sockets
 from swarm.config import PeerSettings
 from swarm.errors import NotRunning, RunHalted, SwarmError
@@ -62,7 +63,7 @@ def run_local(options: LocalOptions) -> int:
 @contextlib.contextmanager
 def _homes(kept: Path | None) -> Iterator[Path]:
     if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
+        make_folder(kept)
         yield kept
         return
     temporary = Path(tempfile.mkdtemp(prefix="swarm-local-"))
@@ -218,11 +219,11 @@ async def _watch(options: LocalOptions, children: list[_Child]) -> int:
             if status["phase"] in ("halted", "stalled"):
                 raise RunHalted("training has stopped", evidence=(str(status["trouble"]),))
             await trio.sleep(POLL_SECONDS)
-    if options.report is not None:
-        options.report.write_text(json.dumps(status, indent=2) + "\n")
     out = options.out or children[0].home / "weights.safetensors"
     result = await _call(children[0].home, "export", EXPORT_SECONDS, path=str(out.resolve()))
     print(f"{result['sha256']}  {options.out or 'not kept: no --out'}")
+    if options.report is not None:
+        write_file_durably(options.report, json.dumps(status, indent=2).encode() + b"\n")
     return 0
 
 

@@ -1,5 +1,6 @@
 """Puts one peer together: its home, its adapters, its daemon and its control socket."""
 
+import ipaddress
 import logging
 import os
 import signal
@@ -22,7 +23,7 @@ from swarm.adapters.durable import write_file_durably
 from swarm.adapters.tls import TlsTransport
 from swarm.config import PeerSettings
 from swarm.daemon import Daemon, Outside, Settings
-from swarm.errors import DataError, DhtError, ExportError, HomeError, SwarmError
+from swarm.errors import AddressError, DataError, DhtError, ExportError, HomeError, SwarmError
 from swarm.homes import Overrides, bootstrap_addresses, invitation_of
 from swarm.ports import Buffer, DataSource, Dht
 
@@ -126,14 +127,27 @@ class Node:
 def advertised_hosts(settings: PeerSettings) -> tuple[str, ...]:
     """Return the hosts under which others reach this peer; () for the one it listens on.
 
-    A peer that listens on every address of its machine is reached under the machine's own,
-    unless `advertise` says otherwise."""
+    A peer that listens on every address of its machine is reached under the machine's own, unless
+    `advertise` says otherwise. Raises AddressError if the machine does not know its own."""
     if settings.advertise:
         return (settings.advertise,)
     if _host_of(settings.listen) not in ("0.0.0.0", "::"):
         return ()
-    found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    return tuple(sorted({str(address[0]) for *_, address in found}))
+    family = socket.AF_INET if _host_of(settings.listen) == "0.0.0.0" else socket.AF_INET6
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    hosts = sorted({str(address[0]) for *_, address in found})
+    reachable = tuple(host for host in hosts if not ipaddress.ip_address(host).is_loopback)
+    if not reachable:
+        raise AddressError(
+            f"listening on {settings.listen}, but under which address can others reach this peer?",
+            evidence=(f"the host name {name} stands for {', '.join(hosts) or 'no address'}",),
+            hint="name it with --advertise HOST",
+        )
+    return reachable
 
 
 def _transport(home: Home, settings: PeerSettings) -> TlsTransport:

@@ -67,7 +67,7 @@ class Progress:
             self._bar.update(self._task, completed=version, description=escape(text))
             return
         every = max(1, self._steps // LINES_WITHOUT_TERMINAL)
-        key = f"{version // every} {text if version == 0 else ''}"
+        key = f"{version // every} {text.partition(' ')[0] if version == 0 else ''}"
         if key != self._printed:
             self._printed = key
             print(f"step {version}/{self._steps}  {text}", file=sys.stderr, flush=True)

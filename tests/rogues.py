@@ -185,7 +185,7 @@ def with_rogue(
     """Run `scenario` with a founder that waits for peers and a rogue that sorts before it,
     so that the rogue would feed and host stage 0, and the founder stage 1."""
     training = parse_training(text or manifest(GPT, microbatches=4))
-    settings = PeerSettings(wait_for_peers=wait_for_peers, stages=2)
+    settings = PeerSettings(wait_for_peers=wait_for_peers, stages=min(2, wait_for_peers))
     create_home(tmp_path / "home", training, settings)
 
     async def main() -> None:

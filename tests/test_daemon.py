@@ -19,11 +19,13 @@ from protocol.messages import (
     Backward,
     Certified,
     Commit,
+    Durable,
     Fence,
     Forward,
     GatherShard,
     GetChain,
     Goodbye,
+    Heartbeat,
     LedgerReport,
     Missing,
     Ping,
@@ -149,7 +151,6 @@ def test_a_stale_epoch_is_answered_with_the_newest_certificate_and_changes_nothi
             tensors=message.tensors,
         )
         rogue.links.post(victim, stale, rogue.zeros(stale))
-        await rogue.hear(Certified)
         assert len(node.daemon.ledger) == 0
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
         assert len(node.daemon.ledger) == 1
@@ -457,6 +458,50 @@ def test_a_certified_plan_that_is_malformed_is_not_adopted(
         with pytest.raises(RemoteProtocolError, match=fault):
             control.handle_certified(rogue.identity.peer, Certified(plan=sole.newest.proof))
         assert control.plan is plan
+        assert (await rogue.works_on(node.daemon.me.peer, 0)).nonfinite == ""
+
+    with_rogue(tmp_path, scenario)
+
+
+def test_the_trouble_of_a_standby_halts_nothing(tmp_path: Path) -> None:
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        victim = node.daemon.me.peer
+        assert (await rogue.join(victim)).refusal == ""
+        certified = (await rogue.hear(Certified)).message
+        assert isinstance(certified, Certified)
+        heartbeat = Heartbeat(
+            epoch=1,
+            boot=1,
+            state="standby",
+            stage=-1,
+            version=0,
+            loss=None,
+            ledger_size=0,
+            queue_length=0,
+            samples=0,
+            compute_seconds=0.0,
+            rtt_seconds=0.0,
+            traffic=(),
+            trouble="I do not like it here",
+        )
+        rogue.links.post(victim, heartbeat)
+        rogue.links.post(victim, Ping(number=7))  # behind it on the same link
+        while (await rogue.hear(Pong)).message != Pong(number=7):
+            pass
+        assert node.daemon.control.plan.header.epoch == 1
+        assert node.daemon.control.trouble == ""
+
+    with_rogue(tmp_path, scenario, manifest(GPT, steps=100_000), wait_for_peers=1)
+
+
+def test_durable_of_another_version_than_the_last_ends_the_link(tmp_path: Path) -> None:
+
+    async def scenario(node: Node, rogue: Rogue) -> None:
+        await rogue.take_role(node.daemon.me.peer)
+        assert rogue.fence is not None
+        durable = Durable(fence=rogue.fence, stage=0, version=1, layer_hashes=())
+        rogue.links.post(node.daemon.me.peer, durable)
+        assert f"ends with version 1 of {rogue.training.steps}" in await rogue.link_end()
         assert (await rogue.works_on(node.daemon.me.peer, 0)).nonfinite == ""
 
     with_rogue(tmp_path, scenario)

@@ -6,6 +6,7 @@ and never goes back. This module is sans-IO: methods return effects, and `Persis
 performed (fsync) before any effect that follows it in the list.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from protocol.errors import RemoteProtocolError
@@ -116,17 +117,24 @@ class Agreement:
         """Return the certified plans after `epoch`, in order."""
         return self._state.chain[epoch:]
 
-    def handle_certified(self, proof: CertifiedPlan, sender: PeerId) -> list[Effect]:
-        """Take in a plan that a peer says is certified.
+    def handle_certified(
+        self,
+        proof: CertifiedPlan,
+        sender: PeerId,
+        check: Callable[[PlanBody], None] = lambda body: None,
+    ) -> list[Effect]:
+        """Take in a plan that a peer says is certified; `check` may refuse its body.
 
-        Raises RemoteProtocolError if it is not.
+        Raises RemoteProtocolError if it is not, or what `check` raises.
         """
         epoch = decode_record(proof.header, PlanHeader).epoch
         if epoch <= self._newest.header.epoch:
             return []
         if epoch > self._newest.header.epoch + 1:
             return [FetchChain(sender, self._newest.header.epoch)]
-        return self._adopt(check_certificate(proof, self._newest, self._run))
+        plan = check_certificate(proof, self._newest, self._run)
+        check(plan.body)
+        return self._adopt(plan)
 
     def propose(self, body: PlanBody, *, kind: str, from_step: int) -> list[Effect]:
         """Decide the next plan as the only voter: accept, persist, certify, adopt.

@@ -29,7 +29,6 @@ from protocol.records import (
     Member,
     PeerRecord,
     PlanBody,
-    decode_record,
     open_signed,
 )
 from protocol.signing import PeerId
@@ -56,6 +55,7 @@ from swarm.peer.membership import (
     SUSPICION_SECONDS,
     Membership,
     beat_forever,
+    working_members,
 )
 from swarm.ports import Storage
 
@@ -202,6 +202,9 @@ class Control:
         self._candidates[peer] = candidate
         for proof in self.agreement.chain_after(candidate.request.epoch):
             self._links.post(peer, Certified(plan=proof))
+        self._plan_first_if_enough()
+
+    def _plan_first_if_enough(self) -> None:
         if self.plan.header.epoch == 0 and len(self._candidates) >= self._wait_for_peers:
             self._plan_first()
 
@@ -209,9 +212,11 @@ class Control:
         """A link to a peer has ended. Who leaves before the first plan is no candidate for it."""
         self.members.lost(peer, reason)
         is_candidate = self.plan.header.epoch == 0 and peer in self._candidates
-        if is_candidate and peer not in self._links.connected():
+        if is_candidate and peer != self.me.peer and peer not in self._links.connected():
             del self._candidates[peer]
             log.info("left peer=%s reason=%r", peer, reason)
+            self._trouble = ""
+            self._plan_first_if_enough()
 
     def _plan_first(self) -> None:
         candidates = [self._candidates[peer] for peer in sorted(self._candidates)]
@@ -236,10 +241,11 @@ class Control:
 
     def _take_certified(self, proof: CertifiedPlan, sender: PeerId) -> None:
         """Adopt what is certified. Nobody could work by a malformed plan: it is refused."""
-        body = decode_record(proof.body, PlanBody)
-        if body.stages:
-            check_plan(body, self.manifest, self.layers)
-        self._perform(self.agreement.handle_certified(proof, sender))
+        self._perform(
+            self.agreement.handle_certified(
+                proof, sender, lambda body: check_plan(body, self.manifest, self.layers)
+            )
+        )
 
     def handle_get_chain(self, message: GetChain, answer: Answer) -> None:
         """Answer with the certified plans that the asker lacks."""
@@ -291,6 +297,8 @@ class Control:
 
         Raises RemoteProtocolError if `sender` does not host that stage."""
         body = self.plan.body
+        if not self.is_leader:
+            raise RemoteProtocolError(f"Durable is for the leader, {self.leader}")
         if message.stage >= len(body.stages) or sender not in replicas_of(body, message.stage):
             raise RemoteProtocolError(f"{sender} does not host stage {message.stage}")
         if message.version != self.manifest.training.steps:
@@ -371,8 +379,14 @@ class Control:
         members = {signed.signer for signed in self.plan.body.members}
         if self.is_leader and (sender in self._candidates or sender in members):
             self.members.heard(sender, message)
-            if message.trouble:
+            if message.trouble and self._is_working(sender, message):
                 self._halt(message.trouble)
+
+    def _is_working(self, sender: PeerId, message: Heartbeat) -> bool:
+        """Return whether a heartbeat is of a worker, as the plan names it, at this plan."""
+        workers = working_members(self.plan.body)
+        current = message.epoch == self.plan.header.epoch
+        return current and Member(sender, message.boot) in workers
 
     def handle_leader_beat(self, sender: PeerId, message: LeaderBeat) -> None:
         """Note what the leader says. Raises RemoteProtocolError if `sender` does not lead."""

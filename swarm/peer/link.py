@@ -42,7 +42,7 @@ class Receiver(Protocol):
         Called before memory is taken for them."""
         ...
 
-    async def handle(self, peer: PeerId, boot: int, received: Received, reply: "Answer") -> None:
+    async def handle(self, peer: PeerId, boot: int, received: Received, answer: "Answer") -> None:
         """Take in one message; must not wait for the network or for computation.
 
         Raises RemoteProtocolError if the peer may not say this: it ends the link."""
@@ -110,15 +110,24 @@ class Link:
         self._numbers = itertools.count()
         self._work = trio.Event()
         self._said_goodbye = trio.Event()
+        self._ended = False
         self._waiting: dict[int, trio.MemorySendChannel[Received]] = {}
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether this side has closed the link on purpose."""
-        return self._said_goodbye.is_set()
+        """Return whether the link is being closed: nothing more will be sent on it."""
+        return self._ended or self._said_goodbye.is_set()
 
     async def open(self) -> None:
-        """Exchange Hello. Raises PeerRefused or PeerUnreachable."""
+        """Exchange Hello; the stream is closed where that fails. Raises PeerRefused or
+        PeerUnreachable."""
+        try:
+            await self._exchange_hello()
+        except BaseException:  # also when cancelled
+            await self._stream.aclose()
+            raise
+
+    async def _exchange_hello(self) -> None:
         try:
             with trio.fail_after(HELLO_SECONDS):
                 if self.connection.channel is not None:
@@ -170,13 +179,18 @@ class Link:
         """Read and write until either side ends the link. Raises PeerError for why it ended;
         returns if the other side said Goodbye."""
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._write)
-                await self._read()
-                nursery.cancel_scope.cancel()
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write)
+                    await self._read()
+                    nursery.cancel_scope.cancel()
+            finally:
+                self._ended = True
         except BaseExceptionGroup as group:
             theirs, ours = group.split((PeerError, RemoteProtocolError))
-            if ours is not None or theirs is None:
+            if ours is not None:
+                raise ours from None  # what a peer did in the moment of our leaving is no matter
+            if theirs is None:
                 raise
             if self._said_goodbye.is_set():
                 return

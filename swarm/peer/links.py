@@ -73,7 +73,7 @@ class Links:
         return (self._addresses.get(peer) or ("",))[0]
 
     def allow_payloads(self, max_payload_bytes: int) -> None:
-        """Raise the cap of payloads to what the plan's tensors need."""
+        """Set the cap of payloads to what the plan's tensors need."""
         self._max_payload_bytes = max(max_payload_bytes, SMALLEST_PAYLOAD_CAP_BYTES)
         for links in self._open.values():
             for link in links:
@@ -115,7 +115,7 @@ class Links:
         Raises PeerUnreachable or PeerRefused."""
         link = await self._open_link(address, None, "bulk")
         self.know(link.peer, (address,))
-        self.start_soon(self._serve, link, "bulk")
+        self._begin(link, "bulk")
         return link.peer
 
     async def reach(self, peer: PeerId) -> PeerId:
@@ -152,14 +152,14 @@ class Links:
 
     async def _dial_and_serve(self, peer: PeerId, channel: Channel) -> None:
         try:
-            link = await self._connect(peer, channel, serve=False)
+            await self._connect(peer, channel)
         except PeerError as fault:
-            self._dialling.pop((peer, channel), None)
-            self._receiver.lost(peer, fault.reason)
-            return
-        await self._serve(link, channel)
+            # Where the other side has dialled meanwhile, all that waited went that way.
+            if self._dialling.pop((peer, channel), None) is not None:
+                self._receiver.lost(peer, fault.reason)
 
-    async def _connect(self, peer: PeerId, channel: Channel, *, serve: bool = True) -> Link:
+    async def _connect(self, peer: PeerId, channel: Channel) -> Link:
+        """Return a new link that is being served. Raises PeerUnreachable."""
         faults = ["no address is known"]
         for address in self._addresses.get(peer, ()):
             try:
@@ -167,8 +167,7 @@ class Links:
             except PeerError as fault:
                 faults = [*faults[1:], f"{address} {fault.reason}"]
                 continue
-            if serve:
-                self.start_soon(self._serve, link, channel)
+            self._begin(link, channel)
             return link
         raise PeerUnreachable(peer, "; ".join(faults))
 
@@ -184,9 +183,9 @@ class Links:
             await link.open()
         except PeerError as fault:
             log.warning("link refused peer=%s fault=%r", link.peer, fault.reason)
-            await stream.aclose()
             return
         assert link.connection.channel is not None
+        self._register(link, link.connection.channel)
         await self._serve(link, link.connection.channel)
 
     def _link(self, stream: ByteStream, channel: Channel | None) -> Link:
@@ -206,20 +205,27 @@ class Links:
 
     # --- serving -------------------------------------------------------------------------
 
-    async def _serve(self, link: Link, channel: Channel) -> None:
+    def _begin(self, link: Link, channel: Channel) -> None:
+        """Serve a link beside the others; it can be used at once."""
+        self._register(link, channel)
+        self.start_soon(self._serve, link, channel)
+
+    def _register(self, link: Link, channel: Channel) -> None:
+        """Let a link be used, first of all for what waits for one."""
         key = (link.peer, channel)
         self._open.setdefault(key, []).append(link)
         link.connection.max_payload_bytes = self._max_payload_bytes
-        waiting = self._dialling.pop(key, ())
+        for message, payloads in self._dialling.pop(key, ()):
+            self.post(link.peer, message, payloads)
+
+    async def _serve(self, link: Link, channel: Channel) -> None:
         reason = "said Goodbye"
         try:
-            for message, payloads in waiting:
-                (self._usable(key) or link).post(message, payloads)
             await link.serve()
         except PeerError as fault:
             reason = fault.reason
         finally:
-            self._open[key].remove(link)
+            self._open[link.peer, channel].remove(link)
         log.info("link closed peer=%s channel=%s reason=%r", link.peer, channel, reason)
         self._receiver.lost(link.peer, reason)
 

@@ -152,7 +152,7 @@ class Membership:
             return ""
         for peer in self.suspects(body):
             return f"the link to {peer} was lost ({self._lost[peer]}) and nobody replaces it"
-        for member in _working_members(body):
+        for member in working_members(body):
             trouble = self._trouble_with(member, now)
             if trouble:
                 return trouble
@@ -172,7 +172,7 @@ class Membership:
         return ""
 
 
-def _working_members(body: PlanBody) -> list[Member]:
+def working_members(body: PlanBody) -> list[Member]:
     """Return all replicas and feeders, each once."""
     members = {member for stage in body.stages for member in stage.replicas}
     members |= {feeder.member for feeder in body.feeders}

@@ -147,7 +147,6 @@ class Reducer:
                 step=step,
                 bucket=shard.bucket,
                 shard=shard.number,
-                stage=self._role.stage,
                 tensors=() if part is None else (self._spec(shard),),
             )
             if shard.owner == self._me:

@@ -3,6 +3,7 @@
 The rule: every layer is checked against the hash that a certified plan names.
 """
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -26,7 +27,12 @@ MAX_LAYER_BYTES = 1 << 38
 
 
 async def serve_state(checkpoints: Checkpoints, message: GetState, answer: Answer) -> None:
-    """Answer a request for a piece of a layer's state."""
+    """Answer a request for a piece of a layer's state, unless its link has gone."""
+    with contextlib.suppress(PeerError):
+        await _serve_piece(checkpoints, message, answer)
+
+
+async def _serve_piece(checkpoints: Checkpoints, message: GetState, answer: Answer) -> None:
     try:
         data = await trio.to_thread.run_sync(checkpoints.read, message.version, message.layer)
     except HomeError as error:

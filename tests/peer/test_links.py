@@ -25,7 +25,7 @@ from protocol.messages import (
 )
 from protocol.records import CertifiedPlan, Generation, PeerRecord, TensorSpec
 from protocol.signing import Identity, PeerId
-from swarm.adapters.tls import TlsTransport
+from swarm.adapters.tls import Limits, TlsTransport
 from swarm.errors import PeerUnreachable
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
@@ -44,12 +44,14 @@ class End:
     identity: Identity
     folder: Path
     refuse: type[Message] | None = None
+    handshake_seconds: float = 5.0
     address: str = ""
 
     def __post_init__(self) -> None:
         self.heard_send, self.heard = trio.open_memory_channel[tuple[PeerId, Received]](1000)
         self.ends_send, self.ends = trio.open_memory_channel[tuple[PeerId, str]](100)
-        transport = TlsTransport(self.identity, KEY, self.folder)
+        limits = Limits(handshake_seconds=self.handshake_seconds)
+        transport = TlsTransport(self.identity, KEY, self.folder, limits=limits)
         self.links = Links(
             transport=transport, me=self.identity.peer, run=RUN, boot=1, receiver=self
         )
@@ -249,3 +251,26 @@ def test_traffic_is_counted_by_kind_on_both_sides(tmp_path: Path) -> None:
         assert count.received_bytes == received.frame_bytes > len(BYTES)
 
     between(tmp_path, scenario)
+
+
+def test_a_dial_that_fails_is_no_loss_where_the_other_side_has_dialled_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async def scenario(pair: Pair) -> None:
+        (silent,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        async with silent:
+            peer = pair.other.identity.peer
+            pair.one.links.know(peer, (f"127.0.0.1:{silent.socket.getsockname()[1]}",))
+            pair.one.links.post(peer, Ping(number=1))
+            async with await silent.accept() as dialled:
+                pair.other.links.know(pair.one.identity.peer, (pair.one.address,))
+                pair.other.links.post(pair.one.identity.peer, Ping(number=2))
+                assert (await pair.one.heard.receive())[1].message == Ping(number=2)
+                assert (await pair.other.heard.receive())[1].message == Ping(number=1)
+                while await dialled.receive_some(65536):
+                    pass  # until the dial has given up
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                with pytest.raises(trio.WouldBlock):
+                    pair.one.ends.receive_nowait()
+
+    between(tmp_path, scenario, handshake_seconds=1.0)
