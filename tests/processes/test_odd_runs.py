@@ -93,7 +93,9 @@ def test_the_others_say_so_when_the_leader_is_killed_and_so_does_it_when_it_is_b
 def test_a_stopped_leader_is_noticed_by_the_others_and_by_who_asks_it(tmp_path: Path) -> None:
     founder, other = training(tmp_path)
     with founder, other:
-        other.status_when(lambda status: status["version"] > 1)
+        other.status_when(
+            lambda status: status["leader"] in [each["peer"] for each in status["members"]]
+        )
         founder.process.send_signal(signal.SIGSTOP)
         status = other.status_when(lambda status: status["phase"] == "stalled")
         assert "has been silent for" in status["trouble"]
