@@ -111,6 +111,11 @@ def replicas_of(body: PlanBody, stage: int) -> tuple[PeerId, ...]:
     return tuple(member.peer for member in body.stages[stage].replicas)
 
 
+def ranges_of_stages(body: PlanBody) -> list[tuple[int, int]]:
+    """Return the layers [first, last) of every stage."""
+    return [(stage.first, stage.last) for stage in body.stages]
+
+
 def step_coordinator_of(body: PlanBody) -> PeerId:
     """Return the first replica of stage 0, which collects Prepared and sends Commit."""
     return body.stages[0].replicas[0].peer

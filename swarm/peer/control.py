@@ -288,7 +288,10 @@ class Control:
         self._on_plan(plan)
 
     def _others(self) -> list[PeerId]:
-        return [peer for peer in sorted(self._candidates) if peer != self.me.peer]
+        """Return all but this peer: members of the plan (a leader that has started again has no
+        candidates yet), and who has joined since."""
+        planned = {signed.signer for signed in self.plan.body.members}
+        return sorted((planned | self.candidates) - {self.me.peer})
 
     # --- what stops or ends the run --------------------------------------------------------
 
@@ -356,8 +359,7 @@ class Control:
         def beat() -> None:
             if self.is_leader:
                 self.beat = self._make_beat()
-                members = {signed.signer for signed in self.plan.body.members}
-                for peer in sorted(members | self.candidates):
+                for peer in self._others():
                     if peer in self._links.connected():
                         self._links.post(peer, self.beat)
 
@@ -376,8 +378,7 @@ class Control:
 
     def handle_heartbeat(self, sender: PeerId, message: Heartbeat) -> None:
         """Note what a member says of itself, if this peer leads."""
-        members = {signed.signer for signed in self.plan.body.members}
-        if self.is_leader and (sender in self._candidates or sender in members):
+        if self.is_leader and sender in (self.me.peer, *self._others()):
             self.members.heard(sender, message)
             if message.trouble and self._is_working(sender, message):
                 self._halt(message.trouble)

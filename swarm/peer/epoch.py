@@ -31,7 +31,7 @@ from protocol.messages import (
 from protocol.messages import (
     Training as TrainingMessage,
 )
-from protocol.records import Member, PlanBody, Training, clip
+from protocol.records import Member, Training, clip
 from protocol.signing import PeerId
 from swarm.core.agreement import Plan
 from swarm.core.coordinators import GroupCoordinator, StepCoordinator
@@ -46,6 +46,7 @@ from swarm.core.step import (
     Role,
     Send,
     Trouble,
+    ranges_of_stages,
     role_of,
     step_coordinator_of,
 )
@@ -325,11 +326,6 @@ class _Parts:
         if self._group is None:
             raise RemoteProtocolError("LedgerReport is for the stage's coordinator")
         return self._group.ledger(sender, message)
-
-
-def ranges_of_stages(body: PlanBody) -> list[tuple[int, int]]:
-    """Return the layers [first, last) of every stage."""
-    return [(stage.first, stage.last) for stage in body.stages]
 
 
 def counted_tensors(shape: ModelShape, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from protocol.records import TensorSpec
 from protocol.signing import PeerId
 from swarm.core.model import ModelShape
 from swarm.core.reduction import Bucket, buckets, shard_bounds
-from swarm.core.step import Role, replicas_of
+from swarm.core.step import Role, ranges_of_stages, replicas_of
 from swarm.peer.replica import Replica
 from swarm.ports import Buffer
 
@@ -197,7 +197,7 @@ def shards_of(role: Role, shape: ModelShape) -> dict[tuple[int, int], Shard]:
     """Return the non-empty shards of all buckets that this replica's stage uses."""
     body = role.body
     found = {}
-    for bucket in buckets(shape, [(stage.first, stage.last) for stage in body.stages]):
+    for bucket in buckets(shape, ranges_of_stages(body)):
         if role.stage in bucket.stages:
             for shard in _shards_of_bucket(role, bucket):
                 found[shard.bucket, shard.number] = shard
