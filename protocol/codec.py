@@ -78,3 +78,19 @@ def decode_header(prefix: FramePrefix, header: bytes | bytearray | memoryview) -
             f"its tensors have {payload_bytes_of(message)}"
         )
     return message
+
+
+def pack_forwarded(message: Message) -> bytes:
+    """Return a message without tensors as another peer passes it on: its number and header."""
+    return TABLE[type(message)].number.to_bytes(2, "big") + canonical(message)
+
+
+def unpack_forwarded(frame: bytes) -> Message:
+    """Return the message in a forwarded frame. Raises RemoteProtocolError if it is none."""
+    kind = BY_NUMBER.get(int.from_bytes(frame[:2], "big"))
+    if kind is None or len(frame) - 2 > TABLE[kind].header_cap_bytes:
+        raise RemoteProtocolError(f"forwarded frame of {len(frame)} bytes is no message")
+    message = unpack(frame[2:], kind)
+    if payload_bytes_of(message):
+        raise RemoteProtocolError(f"forwarded {kind.__name__} announces tensors")
+    return message

@@ -10,11 +10,15 @@ from typing import Annotated, Literal, NamedTuple
 from msgspec import Meta, Struct
 
 from protocol.records import (
+    MAX_VOTERS,
+    AcceptedPlan,
     CertifiedPlan,
     Count,
     Generation,
     Hash,
     Label,
+    Member,
+    OptionalHash,
     Positive,
     Seconds,
     Signed,
@@ -156,15 +160,95 @@ class Certified(Message, frozen=True, kw_only=True):
 
 
 class GetChain(Request, frozen=True, kw_only=True):
-    """Ask for the certified plans after `epoch`."""
+    """Ask for the newest certified plan, and for what leads to it from the plan named here."""
 
+    generation: Generation
     epoch: Count
 
 
 class ChainAnswer(Reply, frozen=True, kw_only=True):
-    """Certified plans in order of epoch."""
+    """The changes of the council after the plan that was named, and the newest plan last."""
 
     plans: tuple[CertifiedPlan, ...]
+
+
+# --- agreement -----------------------------------------------------------------------------
+
+
+class Agreeing(Message, frozen=True, kw_only=True):
+    """A message among voters. `epoch` is the newest certified epoch of the sender, and V(epoch)
+    is the council that it speaks to."""
+
+    generation: Generation
+    epoch: Count
+    term: Count
+
+
+class PreVote(Agreeing, frozen=True, kw_only=True):
+    """Would you vote for me in `term`? Changes nothing."""
+
+
+class PreVoteAnswer(Agreeing, frozen=True, kw_only=True):
+    """Answers PreVote of the same term; or, not granted, tells a higher term."""
+
+    granted: bool
+
+
+class RequestVote(Agreeing, frozen=True, kw_only=True):
+    """Vote for me in `term`."""
+
+
+class Vote(Agreeing, frozen=True, kw_only=True):
+    """The vote of `term`, and what the voter has accepted for epoch + 1."""
+
+    accepted: AcceptedPlan | None
+
+
+class Stand(Agreeing, frozen=True, kw_only=True):
+    """The plan of `epoch` ended my leadership of `term`, and I do not vote any more: stand."""
+
+
+class Review(Agreeing, frozen=True, kw_only=True):
+    """The sender would propose this plan: is it a good one."""
+
+    plan: CertifiedPlan
+    evidence: Annotated[tuple[Signed, ...], Meta(max_length=4096)]
+    """Observations of who is left out, consents of who is new in the council."""
+
+
+class VerdictAnswer(Agreeing, frozen=True, kw_only=True):
+    """A signed records.Verdict."""
+
+    verdict: Signed
+
+
+class Propose(Agreeing, frozen=True, kw_only=True):
+    """Accept this plan: a majority of the council finds it good."""
+
+    plan: CertifiedPlan
+    verdicts: Annotated[tuple[Signed, ...], Meta(max_length=MAX_VOTERS)]
+
+
+class Accepted(Agreeing, frozen=True, kw_only=True):
+    """The sender has accepted, durably, and signed."""
+
+    ballot: bytes
+    signature: bytes
+
+
+class Consented(Message, frozen=True, kw_only=True):
+    """A signed records.Consent, to who leads."""
+
+    consent: Signed
+
+
+class CandidatePlan(Message, frozen=True, kw_only=True):
+    """A plan that anybody has made for the leader to consider."""
+
+    generation: Generation
+    epoch: Count
+    """The epoch that it would follow."""
+    body: bytes
 
 
 # --- membership and status -----------------------------------------------------------------
@@ -184,12 +268,18 @@ Traffics = Annotated[tuple[Traffic, ...], Meta(max_length=MAX_KINDS)]
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """What a member holds and does, once a second, to the leader."""
+    """What a member holds and does, once a second, to leader and council."""
 
+    generation: Generation
     epoch: Count
+    """Newest certified epoch."""
+    active_epoch: Count
+    term: Count
+    """Of the leader that this member follows; 0 without one."""
     boot: Positive
     state: State
     stage: Stage
+    lineage: Count
     version: Count
     loss: Finite | None
     """Mean loss of the last step that this member committed."""
@@ -201,6 +291,14 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     rtt_seconds: Seconds
     traffic: Traffics
     suspects: tuple[PeerId, ...] = ()
+    awaits: tuple[PeerId, ...] = ()
+    """Who owes this member a message of training."""
+    awaits_seconds: Seconds = 0.0
+    """For how long, the oldest."""
+    task_seconds: Seconds = 0.0
+    """How long the executor has been at the task in hand."""
+    rollback: Annotated[int, Meta(ge=-1, le=2**53)] = -1
+    """From the step coordinator: a version that nobody holds any more; -1 if there is none."""
     trouble: Text = ""
     """Why this member cannot go on with training; empty while it can."""
 
@@ -225,6 +323,7 @@ class MemberView(Part, frozen=True):
 class LeaderBeat(Message, frozen=True, kw_only=True):
     """The leader is alive, and this is the swarm as it sees it."""
 
+    generation: Generation
     epoch: Count
     term: Count
     members: tuple[MemberView, ...]
@@ -236,7 +335,56 @@ class LeaderBeat(Message, frozen=True, kw_only=True):
     trouble: Text
 
 
+class PingFor(Message, frozen=True, kw_only=True):
+    """Can you reach `target`? I cannot."""
+
+    target: Member
+
+
+class PingResult(Message, frozen=True, kw_only=True):
+    """Answers PingFor: the target answers; or, as a signed Observation, it does not."""
+
+    target: Member
+    observation: Signed | None
+    """None if it answers."""
+
+
+class Suspect(Message, frozen=True, kw_only=True):
+    """A signed records.Observation, to leader and council."""
+
+    observation: Signed
+
+
+class LostWork(Message, frozen=True, kw_only=True):
+    """Frames of this epoch between the sender and `peer` were lost with a link."""
+
+    generation: Generation
+    epoch: Count
+    peer: PeerId
+
+
+class Leave(Message, frozen=True, kw_only=True):
+    """The sender is about to stop on purpose."""
+
+    boot: Positive
+
+
+class Forwarded(Message, frozen=True, kw_only=True):
+    """A control frame for `target`, whom the sender cannot reach; goes one hop."""
+
+    source: PeerId
+    boot: Positive
+    """Of the source."""
+    target: PeerId
+    frame: Annotated[bytes, Meta(max_length=32 * 1024)]
+    """Number of the message type (2 bytes, big-endian) and its MessagePack."""
+
+
 # --- training: data -----------------------------------------------------------------------
+
+
+Needs = Annotated[bytes, Meta(max_length=128)]
+"""A bitmap of stages; empty: all of them."""
 
 
 class Forward(Training, frozen=True, kw_only=True):
@@ -251,6 +399,8 @@ class Forward(Training, frozen=True, kw_only=True):
     path: tuple[PeerId, ...]
     """Feeder and replicas so far: the gradient returns this way."""
     tensors: tuple[TensorSpec, ...]
+    needs: Needs = b""
+    """Stages whose ledgers lack it: the others compute it and add nothing."""
     nonfinite: Label = ""
 
 
@@ -284,17 +434,69 @@ class GatherShard(Training, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
 
 
-class GetState(Request, frozen=True, kw_only=True):
-    """Ask for a piece of a layer's state at a version: [offset, offset + length) bytes."""
+class Totals(Part, frozen=True):
+    """What every stage needs to commit a step."""
+
+    weight: Count
+    square_norm: Annotated[float, Meta(ge=0)]
+    """Infinite where the sum of the gradients is not finite; never NaN."""
+    flags: Flags
+    verdict: Literal["apply", "skip", "halt"]
+    loss: Finite | None
+    """Mean loss of the step, before the update."""
+
+
+StateKind = Literal["weights", "state", "gradient"]
+"""weights: a layer of a checkpoint, as it is exported; state: a layer's parameters, buffers and
+optimiser state; gradient: a bucket's reduced gradient of the step that follows the version."""
+
+
+class GetListing(Request, frozen=True, kw_only=True):
+    """Ask what there is to fetch of a version of layers [first, last): it is kept for a while.
+
+    Fenced by lineage and version, not by epoch: a new plan does not disturb a download."""
+
+    kind: StateKind
+    lineage: Count
+    version: Count
+    first: Count
+    last: Positive
+    state_hash: OptionalHash = b""
+    """Whoever knows the hash of the state may get it from a checkpoint, too, of any lineage."""
+
+
+class Piece(Part, frozen=True):
+    """One layer, or one bucket."""
+
+    number: Count
+    nbytes: Count
+    sha256: Hash
+
+
+class Listing(Reply, frozen=True, kw_only=True):
+    """What there is to fetch; `refusal` if there is nothing, and the version held instead."""
 
     version: Count
-    layer: Count
+    state_hash: OptionalHash
+    totals: Totals | None
+    """What made this version, as far as the donor knows."""
+    pieces: tuple[Piece, ...]
+    refusal: Text = ""
+
+
+class GetState(Request, frozen=True, kw_only=True):
+    """Ask for [offset, offset + length) bytes of a piece of a listing."""
+
+    kind: StateKind
+    lineage: Count
+    version: Count
+    number: Count
     offset: Count
     length: Positive
 
 
 class StateChunk(Reply, frozen=True, kw_only=True):
-    """A piece of the layer's serialized state; `total` bytes in all; `refusal` if not held."""
+    """Some bytes of a piece; `total` bytes in all; `refusal` if it is not held."""
 
     total: Count
     refusal: Text = ""
@@ -304,34 +506,62 @@ class StateChunk(Reply, frozen=True, kw_only=True):
 # --- training: control ----------------------------------------------------------------------
 
 
+class Account(Part, frozen=True):
+    """What all microbatches of a step weigh in one stage, and what was odd about them."""
+
+    weight: Count
+    flags: Flags
+    loss_sum: float
+
+
 class Held(Part, frozen=True):
-    """What a replica holds of one range of layers when it reports."""
+    """What a member holds of one range of layers when it reports."""
 
     lineage: Count
     first: Count
     last: Positive
     version: Count
-    root_hash: Hash
+    state_hash: Hash
+    """Names the history of this version (core/holding.py): equal hashes, equal state."""
+    bitmap: Bitmap
+    """Its ledger of step `version`."""
+    prepared: Account | None
+    """The stage's account, if this member holds the whole reduced gradient of step `version`."""
+    totals: Totals | None
+    """What it committed last, to reach `version`."""
 
 
 class Report(Training, frozen=True, kw_only=True):
     """A member has stopped the work of the previous epoch and holds this."""
 
-    held: tuple[Held, ...]
+    held: Annotated[tuple[Held, ...], Meta(max_length=16)]
 
 
-class Missing(Part, frozen=True):
-    """Indices that a stage still needs, as a bitmap of the step's microbatches."""
+class Settlement(Part, frozen=True):
+    """What becomes of one stage in the step in hand."""
 
-    stage: Count
-    bitmap: Bitmap
+    state_hash: Hash
+    """Of the stage's state at the step's version."""
+    missing: Bitmap
+    """Indices that no ledger has."""
+    donors: tuple[PeerId, ...]
+    """Hold the step's version, or will as soon as they commit."""
+    prepared: tuple[PeerId, ...]
+    """Of the donors, those that hold the reduced gradient of the step in hand."""
+    account: Account | None
+    """What they account for; None where nobody is prepared."""
+    discards: tuple[PeerId, ...]
+    """Replicas whose accumulators do not count."""
 
 
 class Resume(Training, frozen=True, kw_only=True):
-    """All have reported: this step goes on with these indices."""
+    """All have reported: this step goes on, and so."""
 
     step: Count
-    missing: tuple[Missing, ...]
+    totals: Totals | None
+    """What made version `step`, for who is one behind; None at the first version."""
+    stages: Annotated[tuple[Settlement, ...], Meta(max_length=1024)]
+    """In order of stage."""
 
 
 class LedgerReport(Training, frozen=True, kw_only=True):
@@ -370,18 +600,6 @@ class Prepared(Training, frozen=True, kw_only=True):
     loss_sum: float
 
 
-class Totals(Part, frozen=True):
-    """What every stage needs to commit a step."""
-
-    weight: Count
-    square_norm: Annotated[float, Meta(ge=0)]
-    """Infinite where the sum of the gradients is not finite; never NaN."""
-    flags: Flags
-    verdict: Literal["apply", "skip", "halt"]
-    loss: Finite | None
-    """Mean loss of the step, before the update."""
-
-
 class Commit(Training, frozen=True, kw_only=True):
     """Every replica of every stage is prepared: apply the step."""
 
@@ -411,6 +629,8 @@ CONTROL_CAP_BYTES = 64 * 1024
 PLAN_CAP_BYTES = 16 * 1024 * 1024
 SWARM_CAP_BYTES = 1024 * 1024
 """For what grows with the number of members, stages or tensors."""
+RESUME_CAP_BYTES = 4 * SWARM_CAP_BYTES
+"""For bitmaps and flags of every stage."""
 
 # None as channel: legal on both connections.
 TABLE: dict[type[Message], Kind] = {
@@ -423,8 +643,25 @@ TABLE: dict[type[Message], Kind] = {
     Join: Kind(12, "bulk", PLAN_CAP_BYTES, 0),
     JoinAnswer: Kind(13, "bulk", CONTROL_CAP_BYTES, 0),
     Certified: Kind(14, "bulk", PLAN_CAP_BYTES, 0),
-    GetChain: Kind(15, "bulk", 64, 0),
+    GetChain: Kind(15, "bulk", 256, 0),
     ChainAnswer: Kind(16, "bulk", PLAN_CAP_BYTES, 0),
+    PreVote: Kind(50, "control", 256, 0),
+    PreVoteAnswer: Kind(51, "control", 256, 0),
+    RequestVote: Kind(52, "control", 256, 0),
+    Vote: Kind(53, "bulk", PLAN_CAP_BYTES, 0),
+    Stand: Kind(54, "control", 256, 0),
+    Review: Kind(55, "bulk", PLAN_CAP_BYTES, 0),
+    VerdictAnswer: Kind(56, "control", CONTROL_CAP_BYTES, 0),
+    Propose: Kind(57, "bulk", PLAN_CAP_BYTES, 0),
+    Accepted: Kind(58, "control", 8192, 0),
+    Consented: Kind(59, "control", 8192, 0),
+    CandidatePlan: Kind(60, "bulk", PLAN_CAP_BYTES, 5),
+    PingFor: Kind(61, "control", 1024, 0),
+    PingResult: Kind(62, "control", CONTROL_CAP_BYTES, 0),
+    Suspect: Kind(63, "control", CONTROL_CAP_BYTES, 0),
+    LostWork: Kind(64, "control", 1024, 0),
+    Leave: Kind(65, "control", 64, 0),
+    Forwarded: Kind(66, "control", CONTROL_CAP_BYTES, 1),
     Heartbeat: Kind(20, "control", CONTROL_CAP_BYTES, 1),
     LeaderBeat: Kind(21, "control", SWARM_CAP_BYTES, 1),
     Backward: Kind(30, "bulk", CONTROL_CAP_BYTES, 1, True),
@@ -432,9 +669,11 @@ TABLE: dict[type[Message], Kind] = {
     ReduceShard: Kind(32, "bulk", CONTROL_CAP_BYTES, 3, True),
     GatherShard: Kind(33, "bulk", CONTROL_CAP_BYTES, 3, True),
     GetState: Kind(34, "bulk", 128, 4),
+    GetListing: Kind(36, "bulk", 128, 4),
+    Listing: Kind(37, "bulk", PLAN_CAP_BYTES, 4),
     StateChunk: Kind(35, "bulk", 8192, 4, True),
-    Report: Kind(40, "control", CONTROL_CAP_BYTES, 1),
-    Resume: Kind(41, "control", SWARM_CAP_BYTES, 1),
+    Report: Kind(40, "control", RESUME_CAP_BYTES, 1),
+    Resume: Kind(41, "control", RESUME_CAP_BYTES, 1),
     LedgerReport: Kind(42, "control", CONTROL_CAP_BYTES, 1),
     StartReduction: Kind(43, "control", CONTROL_CAP_BYTES, 1),
     Prepared: Kind(44, "control", SWARM_CAP_BYTES, 1),

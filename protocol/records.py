@@ -146,10 +146,23 @@ class ExecutionSpec(Record, frozen=True):
 
 
 class SlicingSpec(Record, frozen=True):
-    """Where the model may be cut; empty lets the swarm choose by measured time."""
+    """Where the model is cut, and how many peers host a stage."""
 
     cuts: tuple[Positive, ...] = ()
-    """Index of the first layer of every stage but the first."""
+    """Index of the first layer of every stage but the first; empty lets the swarm choose by
+    measured time."""
+    max_replicas: Count = 0
+    """Further peers of a stage stand by: they hold its state and replace the dead at once.
+    0: every peer that is ready gets work."""
+
+
+class CheckpointSpec(Record, frozen=True):
+    """When the swarm writes its state to disk; its last version it always writes."""
+
+    every_steps: Count = 0
+    """0: only at the end of the run."""
+    keep: Positive = 2
+    """How many complete versions are kept."""
 
 
 class Training(Record, frozen=True):
@@ -166,6 +179,7 @@ class Training(Record, frozen=True):
     optimiser: OptimiserSpec = OptimiserSpec()
     execution: ExecutionSpec = ExecutionSpec()
     slicing: SlicingSpec = SlicingSpec()
+    checkpoints: CheckpointSpec = CheckpointSpec()
 
 
 class Manifest(Record, frozen=True):
@@ -173,6 +187,8 @@ class Manifest(Record, frozen=True):
 
     training: Training
     founder: PeerId
+    recovery: PeerId
+    """Public half of the recovery key, which alone starts a new generation of councils."""
     nonce: Hash
 
     @property
@@ -271,6 +287,13 @@ class FeederPlan(Record, frozen=True):
     share: Positive
 
 
+class StandbyPlan(Record, frozen=True):
+    """A member without work that follows a stage: it holds its state, or fetches it."""
+
+    member: Member
+    stage: Count
+
+
 class Completed(Record, frozen=True):
     """A version that every stage holds durably, with the hash of every layer's state."""
 
@@ -282,13 +305,18 @@ class PlanBody(Record, frozen=True):
     """What everybody does in one epoch."""
 
     members: tuple[Signed, ...]
-    """Peer records of all members."""
+    """Peer records of all members, sorted by peer."""
+    requests: tuple[Signed, ...]
+    """The join requests of all members, in the same order."""
     stages: tuple[StagePlan, ...]
     feeders: tuple[FeederPlan, ...]
     wiring: tuple[tuple[tuple[Fraction, ...], ...], ...]
     """wiring[s][i][j]: share of what source i sends to replica j of stage s.
 
     Sources of stage 0 are the feeders, of stage s the replicas of stage s - 1."""
+    standby: tuple[StandbyPlan, ...]
+    leavers: tuple[Member, ...]
+    """Replicas of the plan before without a role in this one: still donors."""
     step_seconds: Annotated[float, Meta(ge=0, le=1e300)]
     """Predicted seconds per step; 0 where nothing was predicted."""
     completed: Completed | None
@@ -331,6 +359,36 @@ class Ballot(Record, frozen=True):
     """Hash of the council that decides: V(epoch - 1)."""
 
 
+class Verdict(Record, frozen=True):
+    """What a voter signs when it has reviewed a plan; binds nobody."""
+
+    run: RunId
+    generation: Generation
+    epoch: Positive
+    header_hash: Hash
+    refusal: Text
+    """The check that does not hold, with its figures; empty if the plan is good."""
+
+
+class Observation(Record, frozen=True):
+    """What a member signs when it cannot reach another, or gives itself up."""
+
+    run: RunId
+    generation: Generation
+    epoch: Count
+    """Newest certified epoch of the observer: an observation is good for this epoch only."""
+    suspect: Member
+    reason: Text
+
+
+class Consent(Record, frozen=True):
+    """What a member signs when it holds the chain of plans to `epoch` and is willing to vote."""
+
+    run: RunId
+    generation: Generation
+    epoch: Count
+
+
 class Certificate(Record, frozen=True):
     """A council majority's signatures over one plan, all in one term."""
 
@@ -345,11 +403,26 @@ class CertifiedPlan(Record, frozen=True):
 
     header: bytes
     body: bytes
+    """Empty where only the link in the chain matters: a change of the council."""
     certificate: Certificate | None
-    """None for epoch 0 only, which every peer derives from the manifest."""
+    """None for epoch 0, which every peer derives from the manifest, and for a plan that is not
+    decided yet."""
+
+
+class AcceptedPlan(Record, frozen=True):
+    """A plan that a voter has accepted, not known to be certified: whoever leads next has to
+    complete it, so it travels whole."""
+
+    term: Positive
+    plan: CertifiedPlan
+    """Without certificate."""
+    verdicts: tuple[Signed, ...]
 
 
 BALLOT_PURPOSE = "ballot"
+VERDICT_PURPOSE = "verdict"
+OBSERVATION_PURPOSE = "observation"
+CONSENT_PURPOSE = "consent"
 PEER_RECORD_PURPOSE = "peer-record"
 JOIN_REQUEST_PURPOSE = "join-request"
 
@@ -361,7 +434,7 @@ def clip(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 1] + "…"
 
 
-def sha256(data: bytes) -> bytes:
+def sha256(data: bytes | memoryview) -> bytes:
     """Return the SHA-256 digest of `data` (32 bytes)."""
     return hashlib.sha256(data).digest()
 

@@ -14,7 +14,7 @@ import trio
 from protocol.records import Training
 from swarm import __version__
 from swarm.adapters.control_socket import call
-from swarm.adapters.disk import Home
+from swarm.adapters.disk import KEY_BYTES, Home
 from swarm.config import PeerSettings, read_training, settings_of
 from swarm.daemon import with_port
 from swarm.errors import (
@@ -24,6 +24,7 @@ from swarm.errors import (
     JoinError,
     NoFeasiblePlan,
     NotRunning,
+    RecoveryError,
     SwarmError,
 )
 from swarm.homes import Overrides, create_home, invitation_of, join_home, parse_invitation
@@ -203,6 +204,19 @@ def _stop(options: argparse.Namespace) -> int:
     return 0
 
 
+def _recover(options: argparse.Namespace) -> int:
+    key = options.key.read_bytes() if options.key is not None else b""
+    if options.key is not None and len(key) != KEY_BYTES:
+        raise RecoveryError(
+            f"{options.key} is not a recovery key",
+            evidence=(f"it has {len(key)} bytes, a key has {KEY_BYTES}",),
+            hint="it is the file recovery.key in the founder's home",
+        )
+    result = call(options.home, "recover", key=key.hex())
+    print(f"generation {result['generation']}: this peer decides alone until others consent")
+    return 0
+
+
 def _export(options: argparse.Namespace) -> int:
     result = call(options.home, "export", seconds=EXPORT_SECONDS, path=str(options.out.resolve()))
     print(f"{result['sha256']}  {options.out}")
@@ -307,6 +321,11 @@ def _parser() -> argparse.ArgumentParser:
     _home(status)
     status.add_argument("--json", action="store_true")
     _home(_command(commands, "stop", _stop, "let the daemon of a home leave"))
+    recover = _command(
+        commands, "recover", _recover, "start a new council when its majority is lost for good"
+    )
+    _home(recover)
+    recover.add_argument("--key", type=Path, metavar="FILE", help="default: the home's own")
     export = _command(commands, "export", _export, "write the trained weights")
     export.add_argument("out", type=Path, metavar="OUT.safetensors")
     _home(export)

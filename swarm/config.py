@@ -79,9 +79,9 @@ def parse_training(text: str, source: str = "RUN.toml") -> Training:
     return training
 
 
-def manifest_of(training: Training, founder: PeerId, nonce: Hash) -> Manifest:
+def manifest_of(training: Training, founder: PeerId, recovery: PeerId, nonce: Hash) -> Manifest:
     """Return the manifest of a new run; `nonce` (32 random bytes) makes its id unique."""
-    return Manifest(training, founder, nonce)
+    return Manifest(training, founder, recovery, nonce)
 
 
 def read_settings(path: Path) -> PeerSettings:
@@ -142,6 +142,7 @@ _USELESS = {
     ("optimiser", "name", "adamw"): ("momentum", "nesterov"),
     ("optimiser", "schedule", "constant"): ("final_fraction",),
     ("execution", "determinism", "standard"): ("fraction_bits",),
+    ("checkpoints", "every_steps", 0): ("keep",),
 }
 
 
@@ -153,7 +154,7 @@ def _refuse_useless(reader: Reader, parts: Mapping[str, Mapping[str, object]]) -
         if unused and given.get(key, getattr(defaults[table], key, None)) == value:
             raise ConfigError(
                 f"{reader.source}: {table}.{unused[0]} has no effect",
-                evidence=(f'{table}.{key} is "{value}"',),
+                evidence=(f"{table}.{key} is {toml(value)}",),
                 hint=f"remove `{unused[0]}`, or change {table}.{key}",
             )
 
@@ -179,6 +180,8 @@ def _contradictions(training: Training) -> Iterator[tuple[str, str]]:
     if training.execution.determinism == "exact" and spare_bits < 0:
         most = training.execution.fraction_bits + spare_bits
         yield "execution.fraction_bits", f"at most {most}, or gradients of 1 overflow the sum"
+    if training.checkpoints.every_steps > training.steps:
+        yield "checkpoints.every_steps", f"at most run.steps = {training.steps}"
     if any(low >= high for low, high in pairwise(cuts)):
         yield "slicing.cuts", "strictly increasing layer indices"
 

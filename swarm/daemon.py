@@ -4,28 +4,30 @@ Listen, find the swarm, measure, join, work by the newest plan, until told to st
 """
 
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import trio
 
+from protocol.codec import pack_forwarded, unpack_forwarded
 from protocol.connection import Received
 from protocol.errors import RemoteProtocolError
 from protocol.messages import (
-    Certified,
+    Commit,
     Durable,
-    GetChain,
+    Forwarded,
+    GetListing,
     GetManifest,
     GetState,
     Heartbeat,
-    Join,
-    LeaderBeat,
+    LedgerReport,
     ManifestAnswer,
     Message,
-    Ping,
-    Pong,
+    Prepared,
     Report,
     Resume,
+    StartReduction,
     Training,
 )
 from protocol.packing import canonical
@@ -41,17 +43,22 @@ from protocol.records import (
     sign_record,
 )
 from protocol.signing import Identity, PeerId
-from swarm.core.agreement import Agreement, Plan
+from swarm.core.agreement import Agreement
+from swarm.core.chain import Plan
+from swarm.core.holding import Holding
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
 from swarm.core.planning import Candidate
+from swarm.core.step import audience_of, workers_of
 from swarm.errors import JoinError, PeerError
 from swarm.peer.control import Control
-from swarm.peer.epoch import Epoch
+from swarm.peer.donor import Donor
+from swarm.peer.epoch import Course, Epoch
+from swarm.peer.hosting import REPORT_SECONDS
 from swarm.peer.joining import JOIN_SECONDS, RETRY_SECONDS, find_swarm, join
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
-from swarm.peer.state import gather_layers, serve_state
+from swarm.peer.state import gather_layers
 from swarm.peer.status import status_of
 from swarm.ports import (
     Buffer,
@@ -66,8 +73,16 @@ from swarm.ports import (
 log = logging.getLogger(__name__)
 
 FIRST_PUBLISH_SECONDS, PUBLISH_SECONDS = 1.0, 30.0
-MAX_EARLY_MESSAGES = 4
+REJOIN_SECONDS, REJOIN_MOST_SECONDS = 5.0, 60.0
+MAX_EARLY_MESSAGES = 16
 """Of one peer."""
+MAX_OTHER_WAYS_IN = 3
+"""How many others' addresses an invitation names."""
+MAX_LOSSES = 1000
+MAX_EPOCHS_TOLD = 64
+"""How many plans `swarm status` tells the course of."""
+FORWARDED = Report | Resume | LedgerReport | StartReduction | Prepared | Commit | Heartbeat
+"""What may go by another peer: small, and training waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +97,8 @@ class Outside:
     """None where this peer has no data to feed."""
     start_dht: Callable[[tuple[str, ...]], Awaitable[Dht]]
     """Starts the DHT node, given multiaddresses of other members' nodes."""
+    draw: Callable[[], float]
+    """Returns a random number in [0, 1): it spreads what peers would do at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +149,40 @@ class Daemon:
         )
         self.control = Control(
             manifest=manifest,
+            identity=identity,
             agreement=agreement,
             me=self.me,
             storage=outside.storage,
             links=self._links,
-            on_plan=self._note_plan,
+            on_plan=lambda plan: self._note(),
             wait_for_peers=settings.wait_for_peers,
             stages=settings.stages,
         )
+        self._donor = Donor(outside.executor, outside.checkpoints, lambda: self.holding)
         self._dht: Dht | None = None
         self._profile: Profile | None = None
         self._epoch: Epoch | None = None
+        self._holding: Holding | None = None
         self._phase = "starting"
         self._samples_before = 0
+        self._replayed_before = 0
+        self._losses: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
+        """(step, mean loss) of the last steps that this peer committed."""
+        self._courses: deque[Course] = deque(maxlen=MAX_EPOCHS_TOLD)
         self._news = trio.Event()
         self._early: list[tuple[PeerId, Training, Buffer]] = []
         self._record_sequence = 0
         self._told_newest: set[tuple[PeerId, int, int]] = set()
         self._published = False
         self._found: list[PeerRecord] = []
+        self._asked: frozenset[PeerId] = frozenset()
+        """Whom this peer has asked, last, to become a member."""
         self._stop = trio.Event()
+
+    @property
+    def holding(self) -> Holding | None:
+        """Return what the executor holds now."""
+        return self._epoch.holding if self._epoch is not None else self._holding
 
     # --- life ------------------------------------------------------------------------------
 
@@ -167,10 +198,12 @@ class Daemon:
             try:
                 ready(self.listen)
                 nursery.start_soon(self._publish, self._dht)
+                nursery.start_soon(self.control.run)
                 nursery.start_soon(self._take_part)
                 nursery.start_soon(self.control.run_heartbeats, self._heartbeat)
                 nursery.start_soon(self.control.run_leader_beats)
                 await self._stop.wait()
+                self.control.stop()
                 await self._links.say_goodbye()
             finally:
                 with trio.CancelScope(shield=True):
@@ -185,44 +218,45 @@ class Daemon:
         await self._links.run(started=task_status.started)
 
     async def _take_part(self) -> None:
-        """Measure, join, then work by one plan after the other."""
+        """Measure, then be a member, and work by one plan after the other."""
         self._phase = "measuring"
         self._profile = await self._outside.executor.profile()
         self.control.layers = len(self._profile.layers)
         digest = b""
         if self._outside.source is not None:
-            digest = await trio.to_thread.run_sync(self._outside.source.digest)
-        if not self.control.plan.body.ended:
-            await self._become_member(self._profile, digest)
+            digest = await self._outside.source.digest()
         self._phase = "standby"
-        while True:
-            await self._work(self._profile)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._stay_member, self._profile, digest)
+            nursery.start_soon(self._watch_resume)
+            while True:
+                await self._work(self._profile)
 
-    async def _become_member(self, profile: Profile, digest: bytes) -> None:
-        """Join, and again whenever the leader is lost before the first plan: it forgets then."""
+    async def _watch_resume(self) -> None:
+        """Say so when a plan's Reports, or its Resume, are missing for too long."""
         while True:
-            self._phase = "joining"
-            await self._join(profile, digest)
-            self._phase = "waiting for peers"
-            while self.control.plan.header.epoch == 0 and self._reaches_leader():
-                await self._next_news()
-            if self.control.plan.header.epoch > 0:
-                return
-
-    def _reaches_leader(self) -> bool:
-        return self.control.is_leader or self.control.leader in self._links.connected()
+            await trio.sleep(RETRY_SECONDS)
+            epoch = self._epoch
+            if epoch is None or epoch.awaits_seconds <= REPORT_SECONDS:
+                continue
+            if self._active.key == self.control.plan.key:
+                self.control.owed(epoch.awaits, by_coordinator=epoch.is_step_coordinator)
 
     async def _next_news(self) -> None:
-        """Wait until there is a newer plan or a link has ended."""
+        """Wait until there is a newer plan, a step has been committed, or a link has ended."""
         self._news = trio.Event()
         await self._news.wait()
 
+    def _note(self) -> None:
+        self._news.set()
+
     async def _work(self, profile: Profile) -> None:
-        """Work by the newest plan until there is a newer one."""
+        """Work by one plan until the next one is to be activated."""
         plan = self.control.plan
+        self.control.activate(plan)
         working = plan.body.stages and not plan.body.ended and not plan.body.halted
+        self._leave_epoch()
         if working:
-            self._samples_before += self._epoch.samples if self._epoch is not None else 0
             self._epoch = Epoch(
                 plan=plan,
                 me=self.me,
@@ -232,23 +266,103 @@ class Daemon:
                 source=self._outside.source,
                 links=self._links,
                 checkpoints=self._outside.checkpoints,
+                holding=self._holding,
                 on_trouble=self.control.report_trouble,
+                on_step=self._note,
+                on_loss=lambda step, loss: self._losses.append((step, loss)),
             )
+            self._courses.append(self._epoch.course)
+            self._epoch.course.agree_seconds = self.control.agree_seconds
         async with trio.open_nursery() as nursery:
-            if working and self._epoch is not None:
+            if self._epoch is not None:
                 nursery.start_soon(self._epoch.run)
                 self._hand_over_early()
-            while self.control.plan is plan:
+            while not self._is_time_for(self.control.plan):
                 await self._next_news()
             nursery.cancel_scope.cancel()
 
-    def _note_plan(self, plan: Plan) -> None:
-        self._news.set()
+    def _leave_epoch(self) -> None:
+        """What is held outlives the plan; nothing else does."""
+        if self._epoch is None:
+            return
+        self._holding = self._epoch.holding
+        self._samples_before += self._epoch.samples
+        self._replayed_before += self._epoch.replayed
+        self._epoch = None
+
+    @property
+    def _active(self) -> Plan:
+        return self.control.agreement.active
+
+    def _is_time_for(self, newest: Plan) -> bool:
+        """Return whether the newest plan is to be activated now.
+
+        A repair, or an end, is at once. A planned change waits for the step before it: a replica
+        until it has committed that, who is promoted until it holds its version, and who only
+        feeds or stands by until the newest plan's Resume."""
+        epoch, header = self._epoch, newest.header
+        if newest.key == self._active.key:
+            return False
+        if epoch is None or header.kind == "repair" or newest.body.ended or newest.body.halted:
+            return True
+        role = any(self.me in stage.replicas for stage in newest.body.stages)
+        if epoch.is_replica or (role and epoch.stage >= 0):
+            holding = epoch.holding
+            return holding is not None and holding.version >= header.from_step
+        if role or self.me.peer not in audience_of(self._active.body):
+            return True
+        return any(isinstance(message, Resume) for _, message, _ in self._early)
 
     # --- joining ---------------------------------------------------------------------------
 
+    async def _stay_member(self, profile: Profile, digest: bytes) -> None:
+        """Ask to become a member whenever the newest plan does not name this start of this peer.
+
+        Who has asked waits for a plan, and asks again after a while: a leader that is lost has
+        forgotten it."""
+        self.control.measured.set()
+        pause = REJOIN_SECONDS
+        while True:
+            if not self.control.is_member and not self.control.plan.body.ended:
+                if self.control.is_stuck(self._outside.executor.task_seconds):
+                    self._phase = "hung"
+                    await self._next_membership()
+                    continue
+                self._phase = "joining"
+                await self._join(profile, digest)
+                self._phase = "waiting for peers"
+                with trio.move_on_after(pause * (1 + self._outside.draw())):
+                    while self._is_asking():
+                        await self._next_membership()
+                pause = min(2 * pause, REJOIN_MOST_SECONDS)
+            else:
+                self._phase = "standby"
+                pause = REJOIN_SECONDS
+                await self._next_membership()
+
+    def _is_asking(self) -> bool:
+        """Return whether this peer still waits for the leader that it has asked."""
+        control = self.control
+        if control.is_member or control.plan.body.ended:
+            return False
+        # Before the first plan a leader forgets whose link has ended.
+        asked = self._has_plan or control.is_leader or self._asked <= self._links.connected()
+        return asked and (
+            control.leader is None or control.is_leader or control.leader in self._asked
+        )
+
+    async def _next_membership(self) -> None:
+        """Wait a moment: membership changes by what others do."""
+        await trio.sleep(RETRY_SECONDS)
+
     async def _join(self, profile: Profile, digest: bytes) -> None:
-        record = sign_record(self.identity, PEER_RECORD_PURPOSE, self._record())
+        if self.control.is_leader:
+            self.control.join_myself(Candidate(*self._request(profile, digest)))
+        else:
+            await self._join_others(profile, digest)
+
+    def _request(self, profile: Profile, digest: bytes) -> tuple[Signed, JoinRequest, Signed]:
+        """Return the signed peer record, the join request, and that signed."""
         request = JoinRequest(
             run=self.manifest.run,
             peer=self.me.peer,
@@ -260,32 +374,53 @@ class Daemon:
             numerics=profile.numerics,
             data_digest=digest,
         )
-        signed = sign_record(self.identity, JOIN_REQUEST_PURPOSE, request)
-        if self.manifest.founder == self.me.peer:
-            self.control.join_myself(Candidate(record, request))
-            return
-        await self._join_others(record, signed)
+        record = sign_record(self.identity, PEER_RECORD_PURPOSE, self._record())
+        return record, request, sign_record(self.identity, JOIN_REQUEST_PURPOSE, request)
 
-    async def _join_others(self, record: Signed, request: Signed) -> None:
+    async def _join_others(self, profile: Profile, digest: bytes) -> None:
         fault: PeerError | None = None
+        deadline = trio.current_time() + JOIN_SECONDS
         first: PeerId | None = None
-        with trio.move_on_after(JOIN_SECONDS):
-            while True:
-                try:
-                    if first not in self._links.connected():
-                        known = [each.peer for each in await self._look_up()]
-                        first = await find_swarm(self._links, self._settings.addresses, known)
-                    await join(self._links, first, record, request)
-                    return self.control.joined()
-                except PeerError as error:
-                    fault = error
-                await trio.sleep(RETRY_SECONDS)
+        while trio.current_time() < deadline or self._has_plan:
+            try:
+                if first is None or first not in self._links.connected():
+                    known = await self._known_peers()
+                    addresses = () if self._has_plan and known else self._settings.addresses
+                    first = await find_swarm(self._links, addresses, known)
+                await self.control.fetch_chain(first)  # a request is good for a few epochs only
+                record, _, request = self._request(profile, digest)
+                self._asked = await join(self._links, first, record, request)
+                return
+            except PeerError as error:
+                log.info("nobody takes this peer in yet reason=%r", error.reason)
+                fault, first = error, None
+            if self.control.is_member or self.control.is_leader:
+                return
+            await trio.sleep(RETRY_SECONDS)
         raise JoinError(
             f"cannot join run {self.manifest.run.hex()[:16]}…: nobody took us in "
             f"within {JOIN_SECONDS:g} s",
             evidence=(fault.reason,) if fault is not None else (),
             hint="ask a running peer for a fresh invitation with `swarm invite`",
         )
+
+    @property
+    def _has_plan(self) -> bool:
+        """Return whether this peer has been part of the swarm: then it does not give up."""
+        return bool(self.control.plan.body.stages)
+
+    async def _known_peers(self) -> list[PeerId]:
+        """Return whom to ask: the leader and those with a link first, then who was a member, and
+        whom the DHT names."""
+        plan = self.control.plan
+        leader = [self.control.leader] if self.control.leader is not None else []
+        members = [signed.signer for signed in plan.body.members]
+        found = [each.peer for each in await self._look_up()]
+        connected = sorted(self._links.connected())
+        if not leader and connected and not self._has_plan:
+            return connected
+        ordered = dict.fromkeys([*leader, *connected, *plan.header.council, *members, *found])
+        return [peer for peer in ordered if peer != self.me.peer]
 
     # --- discovery -------------------------------------------------------------------------
 
@@ -336,64 +471,103 @@ class Daemon:
     async def handle(self, peer: PeerId, boot: int, received: Received, answer: Answer) -> None:
         """Take in one message (links.Receiver.handle)."""
         match received.message:
-            case Ping(number=number):
-                self._links.post(peer, Pong(number=number))
-            case Pong() as message:
-                self.control.members.pong(peer, message)
-            case Heartbeat() as message:
-                self.control.handle_heartbeat(peer, message)
-            case LeaderBeat() as message:
-                self.control.handle_leader_beat(peer, message)
-            case Certified() as message:
-                self.control.handle_certified(peer, message)
-            case GetChain() as message:
-                self.control.handle_get_chain(message, answer)
             case GetManifest(id=number):
                 answer(ManifestAnswer(id=number, manifest=canonical(self.manifest)), ())
-            case Join() as message:
-                self.control.handle_join(peer, message, answer)
+            case GetListing() as message:
+                self._links.start_soon(self._donor.list, message, answer)
             case GetState() as message:
-                self._links.start_soon(serve_state, self._outside.checkpoints, message, answer)
+                self._links.start_soon(self._donor.piece, message, answer)
+            case Forwarded() as message:
+                await self._handle_forwarded(peer, message, answer)
             case Training() as message:
                 self._handle_training(peer, boot, message, received.payload)
-            case other:
-                raise RemoteProtocolError(f"{type(other).__name__} is not expected here")
+            case message:
+                self.control.handle(peer, boot, message, answer)
+
+    def opened(self, peer: PeerId, boot: int) -> None:
+        """A link can be used (links.Receiver.opened)."""
+        self.control.opened(peer, boot)
+        if self._epoch is not None:
+            self._epoch.opened(peer)
 
     def lost(self, peer: PeerId, reason: str) -> None:
-        """A link has ended (links.Receiver.lost)."""
+        """A link has ended (links.Receiver.lost): what two workers had on it may be lost."""
         self.control.lost(peer, reason)
-        self._news.set()
+        if self._works_with(peer):
+            self.control.report_lost_work(peer)
+        self._note()
+
+    def _works_with(self, peer: PeerId) -> bool:
+        workers = workers_of(self._active.body) if self._active.body.stages else ()
+        return peer in workers and self.me.peer in workers and self._epoch is not None
+
+    def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
+        """A peer could not be dialled (links.Receiver.unreachable)."""
+        self.control.unreachable(fault)
+        undelivered = [each for each in waiting if not self._forward(fault.peer, each)]
+        if any(isinstance(each, Training) for each in undelivered) and self._works_with(fault.peer):
+            self.control.report_lost_work(fault.peer)
+
+    def _forward(self, target: PeerId, message: Message) -> bool:
+        """Let another peer pass on a control message that this one cannot deliver; return
+        whether one does."""
+        via = self.control.relay_to(target) if isinstance(message, FORWARDED) else None
+        if via is None:
+            return False
+        frame = pack_forwarded(message)
+        self._links.post(
+            via,
+            Forwarded(source=self.me.peer, boot=self.me.boot, target=target, frame=frame),
+        )
+        return True
+
+    async def _handle_forwarded(self, peer: PeerId, message: Forwarded, answer: Answer) -> None:
+        """Pass on what is for another; take in what is for this peer. One hop, no further."""
+        if message.target != self.me.peer:
+            if message.source == peer and message.target in self._links.connected():
+                self._links.post(message.target, message)
+            return
+        inner = unpack_forwarded(message.frame)
+        if not isinstance(inner, FORWARDED):
+            raise RemoteProtocolError(f"{type(inner).__name__} is not forwarded")
+        await self.handle(message.source, message.boot, Received(inner, memoryview(b"")), answer)
 
     def _handle_training(self, peer: PeerId, boot: int, message: Training, payload: Buffer) -> None:
         """Fence: only what was said by the active plan, by a start of a peer that it names."""
         fence = message.fence
         if fence.boot != boot:
             raise RemoteProtocolError(f"fence of boot {fence.boot} on a link of boot {boot}")
-        newest = self.control.plan.header
+        active, newest = self._active, self.control.plan
         said = (fence.generation, fence.epoch)
-        if said < (newest.generation, newest.epoch):
-            log.warning(
-                "stale peer=%s message=%s epoch=%d", peer, type(message).__name__, fence.epoch
-            )
-            if (peer, boot, newest.epoch) not in self._told_newest:
-                self._told_newest.add((peer, boot, newest.epoch))
-                self.control.send_newest(peer)
-        elif said > (newest.generation, newest.epoch):
-            self._links.start_soon(self.control.fetch_chain, peer)
+        if said < active.key:
+            self._refuse_stale(peer, boot, message)
+        elif said > active.key:
+            if said > newest.key:
+                self._links.start_soon(self.control.fetch_chain, peer)
             self._keep_early(peer, message, payload)
-        elif not self._is_worker(Member(peer, boot)):
+        elif not self._has_role(Member(peer, boot)):
             raise RemoteProtocolError(f"boot {boot} of {peer} has no role in epoch {fence.epoch}")
         elif isinstance(message, Durable):
             self.control.handle_durable(peer, message)
-        elif self._epoch is None or self._epoch.plan.header.epoch != fence.epoch:
+        elif self._epoch is None:
             self._keep_early(peer, message, payload)
         else:
             self._epoch.handle(peer, message, payload)
 
-    def _is_worker(self, member: Member) -> bool:
-        body = self.control.plan.body
-        return any(member in stage.replicas for stage in body.stages) or any(
-            member == feeder.member for feeder in body.feeders
+    def _refuse_stale(self, peer: PeerId, boot: int, message: Training) -> None:
+        """Answer what was said by an older plan with the newest certificate, once."""
+        epoch, newest = message.fence.epoch, self.control.plan.header.epoch
+        log.info("stale peer=%s message=%s epoch=%d", peer, type(message).__name__, epoch)
+        if (peer, boot, newest) not in self._told_newest:
+            self._told_newest.add((peer, boot, newest))
+            self.control.send_newest(peer)
+
+    def _has_role(self, member: Member) -> bool:
+        body = self._active.body
+        return (
+            any(member in stage.replicas for stage in body.stages)
+            or any(member == feeder.member for feeder in body.feeders)
+            or member in body.leavers
         )
 
     def _keep_early(self, peer: PeerId, message: Training, payload: Buffer) -> None:
@@ -401,12 +575,14 @@ class Daemon:
 
         Only what the others may say before this peer has reported can be early."""
         kept = sum(sender == peer for sender, _, _ in self._early)
-        if not isinstance(message, Report | Resume) or kept >= MAX_EARLY_MESSAGES:
+        may_be_early = isinstance(message, Report | Resume | Commit | Durable)
+        if not may_be_early or kept >= MAX_EARLY_MESSAGES:
             raise RemoteProtocolError(
                 f"{type(message).__name__} of epoch {message.fence.epoch} at epoch "
-                f"{self.control.plan.header.epoch}, {kept} messages of this peer wait"
+                f"{self._active.header.epoch}, {kept} messages of this peer wait"
             )
         self._early.append((peer, message, payload))
+        self._note()
 
     def _hand_over_early(self) -> None:
         early, self._early = self._early, []
@@ -419,21 +595,31 @@ class Daemon:
     # --- what others ask -------------------------------------------------------------------
 
     def _heartbeat(self, rtt_seconds: float, trouble: str) -> Heartbeat:
-        epoch = self._epoch
+        epoch, control = self._epoch, self.control
+        newest, active = control.plan.header, self._active.header
+        lost_version = epoch.lost_version if epoch is not None else None
         return Heartbeat(
-            epoch=self.control.plan.header.epoch,
+            generation=newest.generation,
+            epoch=newest.epoch,
+            active_epoch=active.epoch if active.generation == newest.generation else 0,
+            term=control.agreement.term if control.leader is not None else 0,
             boot=self.me.boot,
             state=epoch.state if epoch is not None else self._phase,
-            stage=epoch.role.stage if epoch is not None and epoch.role is not None else -1,
+            stage=epoch.stage if epoch is not None else -1,
+            lineage=active.lineage,
             version=epoch.version if epoch is not None else 0,
-            loss=epoch.loss if epoch is not None else None,
+            loss=self._losses[-1][1] if self._losses else None,
             ledger_size=len(self.ledger),
             queue_length=epoch.queue_length if epoch is not None else 0,
             samples=self._samples_before + (epoch.samples if epoch is not None else 0),
             compute_seconds=self._outside.executor.compute_seconds,
             rtt_seconds=rtt_seconds,
             traffic=self._links.traffic.snapshot(),
-            suspects=self.control.members.suspects(self.control.plan.body),
+            suspects=control.members.suspects,
+            awaits=epoch.awaits if epoch is not None else (),
+            awaits_seconds=epoch.awaits_seconds if epoch is not None else 0.0,
+            task_seconds=self._outside.executor.task_seconds,
+            rollback=lost_version if lost_version is not None else -1,
             trouble=clip(trouble),
         )
 
@@ -445,6 +631,9 @@ class Daemon:
             own_traffic=self._links.traffic.snapshot(),
             phase=self._phase,
             listen=self.listen,
+            losses=tuple(self._losses),
+            courses=tuple(self._courses),
+            replayed=self._replayed_before + (self._epoch.replayed if self._epoch else 0),
             dht={
                 "addresses": list(self.dht_addresses()),
                 "published": self._published,
@@ -461,10 +650,20 @@ class Daemon:
         """Return the HOST:PORTs under which others reach this peer."""
         return with_port(self._settings.advertised_hosts, self.listen) or (self.listen,)
 
+    def ways_in(self) -> tuple[str, ...]:
+        """Return where a newcomer may ask: at this peer first, then at some others that have a link
+        to it. Whoever invites may be gone by the time that a newcomer has come."""
+        others = [self._links.address_of(peer) for peer in sorted(self._links.connected())]
+        known = [address for address in others if address][:MAX_OTHER_WAYS_IN]
+        return tuple(dict.fromkeys((*self.addresses(), *known)))
+
     def dht_addresses(self) -> tuple[str, ...]:
         """Return the multiaddresses of this peer's DHT node."""
         return self._dht.addresses if self._dht is not None else ()
 
     async def layers(self) -> tuple[list[Buffer], list[PeerId]]:
         """Return all layers of the completed version, and who gave each. Raises ExportError."""
-        return await gather_layers(self._links, self._outside.checkpoints, self.control.plan.body)
+        plan = self.control.plan
+        return await gather_layers(
+            self._links, self._outside.checkpoints, plan.body, plan.header.lineage
+        )

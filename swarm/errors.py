@@ -91,6 +91,12 @@ class ExportError(SwarmError):
     exit_code = 13
 
 
+class RecoveryError(SwarmError):
+    """A new generation of councils cannot be started here."""
+
+    exit_code = 15
+
+
 class PeerError(Exception):
     """Something went wrong with one peer; its link or its request, not this daemon."""
 
@@ -102,6 +108,10 @@ class PeerError(Exception):
 
 class PeerUnreachable(PeerError):
     """Indefinite: what was asked may or may not have happened."""
+
+
+class NobodyListens(PeerUnreachable):
+    """At the address where a peer was nobody takes connections: it is gone, or its host is."""
 
 
 class PeerRefused(PeerError):

@@ -50,12 +50,18 @@ def create_home(folder: Path, training: Training, settings: PeerSettings) -> Man
     """Make the founder's home of a new run. Raises HomeError."""
     seed = secrets.token_bytes(KEY_BYTES)
     founder = Identity.from_seed(seed).peer
-    manifest = manifest_of(training, founder, secrets.token_bytes(KEY_BYTES))
-    swarm_key = secrets.token_bytes(KEY_BYTES)
-    Home.create(
-        folder, manifest=manifest, swarm_key=swarm_key, settings=settings, seed=seed
-    ).close()
-    return manifest
+    recovery_seed = secrets.token_bytes(KEY_BYTES)
+    recovery = Identity.from_seed(recovery_seed).peer
+    manifest = manifest_of(training, founder, recovery, secrets.token_bytes(KEY_BYTES))
+    with Home.create(
+        folder,
+        manifest=manifest,
+        swarm_key=secrets.token_bytes(KEY_BYTES),
+        settings=settings,
+        seed=seed,
+        recovery_seed=recovery_seed,
+    ):
+        return manifest
 
 
 def join_home(folder: Path, invitation: Invitation, settings: PeerSettings) -> None:

@@ -216,7 +216,7 @@ async def _watch(options: LocalOptions, children: list[_Child]) -> int:
             progress.update(status)
             if status["phase"] == "ended":
                 break
-            if status["phase"] in ("halted", "stalled"):
+            if status["phase"] == "halted":
                 raise RunHalted("training has stopped", evidence=(str(status["trouble"]),))
             await trio.sleep(POLL_SECONDS)
     out = options.out or children[0].home / "weights.safetensors"

@@ -3,65 +3,53 @@
 import ipaddress
 import logging
 import os
+import random
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
 
 from protocol.records import Training
-from swarm.adapters.checkpoints import (
-    checkpoint_versions,
-    read_checkpoint,
-    write_checkpoint,
-)
+from protocol.signing import Identity
+from swarm.adapters.checkpoints import DiskCheckpoints
 from swarm.adapters.control_socket import serve_commands
-from swarm.adapters.disk import Home
+from swarm.adapters.disk import KEY_BYTES, RECOVERY_KEY, Home
 from swarm.adapters.durable import write_file_durably
 from swarm.adapters.tls import TlsTransport
 from swarm.config import PeerSettings
 from swarm.daemon import Daemon, Outside, Settings
-from swarm.errors import AddressError, DataError, DhtError, ExportError, HomeError, SwarmError
+from swarm.errors import (
+    AddressError,
+    DataError,
+    DhtError,
+    ExportError,
+    HomeError,
+    RecoveryError,
+    SwarmError,
+)
 from swarm.homes import Overrides, bootstrap_addresses, invitation_of
-from swarm.ports import Buffer, DataSource, Dht
+from swarm.ports import DataSource, Dht
 
 log = logging.getLogger(__name__)
 
 DHT_PORT = "dht-port"
 
 
-class DiskCheckpoints:
-    """The Checkpoints port over a home's folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._last: tuple[tuple[int, int], Buffer] | None = None
-
-    def write(self, version: int, layers: Mapping[int, Buffer]) -> tuple[bytes, ...]:
-        """Write layers durably (ports.Checkpoints.write)."""
-        return write_checkpoint(self._folder, version, layers)
-
-    def read(self, version: int, layer: int) -> Buffer | None:
-        """Return a layer's checked bytes (ports.Checkpoints.read).
-
-        The last one is kept, since it is asked for piece by piece."""
-        last = self._last
-        if last is not None and last[0] == (version, layer):
-            return last[1]
-        if version not in checkpoint_versions(self._folder):
-            return None
-        data = memoryview(read_checkpoint(self._folder, version, [layer])[layer])
-        self._last = ((version, layer), data)
-        return data
-
-
 class Node:
     """One peer: a daemon with its adapters."""
 
-    def __init__(self, home: Home, overrides: Overrides) -> None:
-        """Put together the peer of `home`; counts one more start of it.
+    def __init__(
+        self,
+        home: Home,
+        overrides: Overrides,
+        wrap: Callable[[Outside], Outside] | None = None,
+    ) -> None:
+        """Put together the peer of `home`; counts one more start of it. `wrap` may put something
+        between the daemon and its adapters.
 
         Raises ConfigError, ModelError, DataError, HomeError for what is wrong with it."""
         # torch's compiler makes this folder as soon as an optimiser exists, by default in /tmp.
@@ -81,19 +69,21 @@ class Node:
         stage.layer_names()  # a model that does not import is told before anybody connects
         self._home = home
         self._executor = ThreadedExecutor(stage)
+        outside = Outside(
+            transport=_transport(home, settings),
+            storage=home.storage,
+            checkpoints=DiskCheckpoints(home.checkpoints),
+            executor=self._executor,
+            source=source,
+            start_dht=lambda members: _start_dht(home, settings, (*dht_peers, *members)),
+            draw=random.SystemRandom().random,
+        )
         self.daemon = Daemon(
             manifest=manifest,
-            agreement=home.agreement(),
+            agreement=home.agreement(outside.draw),
             identity=identity,
             boot=home.next_boot(),
-            outside=Outside(
-                transport=_transport(home, settings),
-                storage=home.storage,
-                checkpoints=DiskCheckpoints(home.checkpoints),
-                executor=self._executor,
-                source=source,
-                start_dht=lambda members: _start_dht(home, settings, (*dht_peers, *members)),
-            ),
+            outside=wrap(outside) if wrap is not None else outside,
             settings=Settings(
                 addresses=addresses,
                 advertised_hosts=advertised_hosts(settings),
@@ -187,10 +177,10 @@ def _open_data(training: Training, data_dir: Path, *, required: bool) -> DataSou
     """Return the run's data, or None (logged) where this machine does not have it.
 
     The founder must: without it nobody could tell what the others should have."""
-    from swarm.adapters.datasets import open_source
+    from swarm.adapters.datasets import ThreadedSource, open_source
 
     try:
-        return open_source(training, data_dir)
+        return ThreadedSource(open_source(training, data_dir))
     except DataError as error:
         if required:
             raise
@@ -231,16 +221,31 @@ class _Commands:
                 return self._daemon.status()
             case "invite":
                 invitation = invitation_of(
-                    self._home, self._daemon.addresses(), self._daemon.dht_addresses()
+                    self._home, self._daemon.ways_in(), self._daemon.dht_addresses()
                 )
                 return {"invitation": invitation.encode()}
             case "stop":
                 self._daemon.stop()
                 return {}
+            case "recover":
+                return self._recover(str(arguments.get("key", "")))
             case "export":
                 return await self._export(Path(str(arguments.get("path", ""))))
             case _:
                 raise SwarmError(f"the daemon knows no command {command!r}")
+
+    def _recover(self, seed: str) -> dict[str, object]:
+        """Start a new generation; `seed` is the recovery key in hexadecimal digits, or empty if
+        it is kept in this home."""
+        key = Identity.from_seed(bytes.fromhex(seed)) if seed else self._home.recovery()
+        if key is None:
+            raise RecoveryError(
+                "the recovery key is not in this home",
+                evidence=(f"{self._home.folder / RECOVERY_KEY} does not exist",),
+                hint="name the founder's with --key FILE",
+            )
+        self._daemon.control.recover(key, secrets.token_bytes(KEY_BYTES))
+        return {"generation": self._daemon.control.plan.header.generation.number}
 
     async def _export(self, path: Path) -> dict[str, object]:
         from swarm.adapters.weights import merge

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.messages import Microbatch, Totals
+from protocol.messages import Microbatch, StateKind, Totals
 from protocol.records import PeerRecord
 from protocol.signing import PeerId
 from swarm.core.ledger import Ledger
@@ -110,14 +110,35 @@ class Storage(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Layers of committed versions on this peer's disk. Methods block: call them in a thread."""
+    """Layers of committed versions on this peer's disk.
 
-    def write(self, version: int, layers: Mapping[int, Buffer]) -> tuple[bytes, ...]:
-        """Write layers durably, all or nothing; return their SHA-256 in order of layer."""
+    A layer has two files: its weights, as they are exported, and its whole state (with the
+    optimiser's), from which training goes on."""
+
+    async def write(
+        self,
+        lineage: int,
+        version: int,
+        weights: Mapping[int, Buffer],
+        states: Mapping[int, Buffer],
+        state_hash: bytes,
+    ) -> tuple[bytes, ...]:
+        """Write layers durably, all or nothing; return the SHA-256 of their weights in order of
+        layer. `state_hash` names the history of this version."""
         ...
 
-    def read(self, version: int, layer: int) -> Buffer | None:
-        """Return a layer's bytes, checked against their hash, or None if they are not held."""
+    async def read(self, kind: StateKind, lineage: int, version: int, layer: int) -> Buffer | None:
+        """Return "weights" or "state" of a layer, checked against its hash, or None if it is not
+        held. Raises HomeError if it is damaged."""
+        ...
+
+    async def held(self) -> tuple[tuple[int, int, bytes, tuple[int, ...]], ...]:
+        """Return (lineage, version, state hash, layers) of every version that is held whole,
+        oldest first."""
+        ...
+
+    async def forget(self, lineage: int, version: int) -> None:
+        """Remove a version."""
         ...
 
 
@@ -146,8 +167,13 @@ class StageExecutor(Protocol):
 
     A microbatch's gradient is added to the accumulator and its index to `ledger` in the same
     task, so that the two never disagree. A flagged (non-finite) index adds nothing to the
-    accumulator. What does not fit (bytes, a token id out of range, a microbatch of another step)
-    raises ValueError and changes nothing; an index that the ledger has raises DoubleCount.
+    accumulator. With `accumulate` False a microbatch is computed for the sake of other stages:
+    neither accumulator nor ledger changes, whether or not the ledger has it. What does not fit
+    (bytes, a token id out of range, a microbatch of another step) raises ValueError and changes
+    nothing; an index that the ledger has raises DoubleCount.
+
+    Weights, optimiser state, accumulator, ledger and reduced gradient outlive a plan: only
+    `build`, `load`, `discard`, `load_gradient` and `commit` change what is held.
     """
 
     @property
@@ -160,15 +186,64 @@ class StageExecutor(Protocol):
         """Return seconds of compute since the start."""
         ...
 
+    @property
+    def task_seconds(self) -> float:
+        """Return for how long the running task has been running; 0 while there is none."""
+        ...
+
     async def profile(self) -> Profile:
         """Measure every layer at the manifest's microbatch shape. Raises ModelError."""
         ...
 
-    async def build(self, stages: Sequence[tuple[int, int]], stage: int) -> bytes:
-        """Hold layers of `stages[stage]` = [first, last) with their initial weights, version 0.
+    # --- what is held ---
 
-        Returns the root hash (32 bytes) of the state."""
+    async def build(self, stages: Sequence[tuple[int, int]], stage: int) -> bytes:
+        """Hold layers of `stages[stage]` = [first, last) with their initial weights, version 0;
+        what was held is dropped. Returns the root hash (32 bytes) of the weights."""
         ...
+
+    async def load(
+        self,
+        stages: Sequence[tuple[int, int]],
+        stage: int,
+        version: int,
+        layers: Mapping[int, Buffer],
+    ) -> None:
+        """Hold layers of `stages[stage]` as they were at `version` according to their states
+        (`snapshot`); accumulator, ledger and reduced gradients are empty. Raises ValueError if
+        the bytes are not the state of these layers; then nothing is held."""
+        ...
+
+    async def snapshot(self, version: int) -> dict[int, Buffer] | None:
+        """Return a copy of the state of every held layer, parameters, buffers and optimiser
+        state, as safetensors bytes; None if another version is held."""
+        ...
+
+    async def layer_state(self, layer: int) -> Buffer:
+        """Return a layer's parameters and persistent buffers as safetensors bytes."""
+        ...
+
+    async def settle(self) -> bool:
+        """Drop what microbatches in flight have left (activations). Returns whether the reduced
+        gradient of the step in hand is whole."""
+        ...
+
+    async def discard(self) -> None:
+        """Empty the accumulator and the ledger of the step in hand."""
+        ...
+
+    async def gradient(self, step: int) -> dict[int, Buffer] | None:
+        """Return a copy of the reduced gradient of `step`, by bucket: the step in hand, if its
+        is whole, or the one that was committed last. None where it is not here (any more)."""
+        ...
+
+    async def load_gradient(self, step: int, buckets: Mapping[int, Buffer]) -> None:
+        """Take the whole reduced gradient of the step in hand from another replica.
+
+        Raises ValueError if it does not fit; then nothing changes."""
+        ...
+
+    # --- microbatches ---
 
     async def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
         """Run the layers; keep what backward needs. Output of shape `StagePlan.output`.
@@ -176,23 +251,38 @@ class StageExecutor(Protocol):
         A non-finite outcome keeps nothing and is not in the ledger yet: call `flag`."""
         ...
 
-    async def backward(self, mb: Microbatch, gradient: Buffer, weight: int) -> Outcome:
+    async def backward(
+        self, mb: Microbatch, gradient: Buffer, weight: int, accumulate: bool = True
+    ) -> Outcome:
         """Backward of an earlier forward: accumulates, adds to the ledger, returns the gradient
         of the input (no tensor on stage 0). A non-finite outcome is in the ledger, flagged."""
         ...
 
-    async def turn(self, mb: Microbatch, inputs: Buffer, targets: Buffer, weight: int) -> Turn:
+    async def turn(
+        self,
+        mb: Microbatch,
+        inputs: Buffer,
+        targets: Buffer,
+        weight: int,
+        accumulate: bool = True,
+    ) -> Turn:
         """Last stage: forward, loss (a sum; kept in the ledger), backward, accumulate.
 
         A non-finite outcome is in the ledger, flagged; a bad loss names the layer "loss"."""
         ...
 
-    async def flag(self, mb: Microbatch, layer: str, weight: int) -> None:
+    async def flag(self, mb: Microbatch, layer: str, weight: int, accumulate: bool = True) -> None:
         """Put a non-finite microbatch into the ledger, adding nothing; drop its activations."""
         ...
 
+    # --- the end of a step ---
+
     async def part(self, bucket: int, start: int, stop: int) -> Buffer:
         """Return elements [start, stop) of this replica's accumulator of a bucket."""
+        ...
+
+    async def begin_reduction(self) -> None:
+        """Forget what has been reduced of the step in hand."""
         ...
 
     async def reduce(
@@ -212,11 +302,7 @@ class StageExecutor(Protocol):
     async def commit(self, step: int, totals: Totals) -> None:
         """Apply (or skip) the step; empty accumulator and ledger; version becomes step + 1.
 
-        A verdict of halt changes nothing."""
-        ...
-
-    async def layer_state(self, layer: int) -> Buffer:
-        """Return a layer's parameters and persistent buffers as safetensors bytes."""
+        The reduced gradient is kept until the next commit. A verdict of halt changes nothing."""
         ...
 
     async def aclose(self) -> None:
@@ -225,9 +311,9 @@ class StageExecutor(Protocol):
 
 
 class DataSource(Protocol):
-    """Reads samples. Methods run in a worker thread."""
+    """Reads samples."""
 
-    def digest(self) -> bytes:
+    async def digest(self) -> bytes:
         """Return SHA-256 over the data's content. Raises DataError."""
         ...
 
@@ -235,6 +321,6 @@ class DataSource(Protocol):
         """Return the number of samples."""
         ...
 
-    def microbatch(self, sample_ids: Sequence[int]) -> tuple[Buffer, Buffer, int]:
+    async def microbatch(self, sample_ids: Sequence[int]) -> tuple[Buffer, Buffer, int]:
         """Return inputs, targets and weight (what counts in the mean). Raises DataError."""
         ...

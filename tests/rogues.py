@@ -3,7 +3,7 @@
 The rogue has a real identity, real TLS and real links; only its words are the test's own.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from protocol.messages import (
     JoinAnswer,
     Message,
     Microbatch,
-    Missing,
+    Ping,
+    Pong,
     Report,
     Resume,
+    Settlement,
 )
 from protocol.records import (
     JOIN_REQUEST_PURPOSE,
@@ -41,8 +43,9 @@ from swarm.adapters.disk import Home
 from swarm.adapters.tls import TlsTransport
 from swarm.adapters.torch_stage import TorchStage
 from swarm.config import PeerSettings, parse_training
-from swarm.core.ledger import bitmap_of
+from swarm.core.ledger import bitmap_of, indices_of
 from swarm.core.model import Profile
+from swarm.errors import PeerError
 from swarm.homes import Overrides, create_home
 from swarm.node import Node
 from swarm.peer.link import Answer
@@ -62,7 +65,10 @@ class Heard:
 
 
 class Rogue:
-    """A peer that says what it is told to say, and keeps what it hears."""
+    """A peer that says what it is told to say, and keeps what it hears.
+
+    It answers pings, so that nobody takes it for dead, and never consents to vote: the founder
+    stays a council of one. Hosting stage 0, it is the step coordinator of every plan."""
 
     def __init__(self, identity: Identity, training: Training, home: Home, folder: Path) -> None:
         self.identity = identity
@@ -83,6 +89,9 @@ class Rogue:
         self.address = ""
         self.body: PlanBody | None = None
         self.fence: Fence | None = None
+        self._plans: dict[int, Certified] = {}
+        self._reports: dict[int, Report] = {}
+        self._news = trio.Event()
 
     # links.Receiver
 
@@ -90,10 +99,24 @@ class Rogue:
         """Take everything."""
 
     async def handle(self, peer: PeerId, boot: int, received: Received, answer: Answer) -> None:
+        match received.message:
+            case Ping(number=number):
+                self.links.post(peer, Pong(number=number))
+            case Certified() as certified:
+                self._plans[decode_record(certified.plan.header, PlanHeader).epoch] = certified
+            case Report() as report:
+                self._reports[report.fence.epoch] = report
+        self._news.set()
         await self._heard_send.send(Heard(received.message, received.payload))
+
+    def opened(self, peer: PeerId, boot: int) -> None:
+        """Nothing waits for it."""
 
     def lost(self, peer: PeerId, reason: str) -> None:
         self._ended_send.send_nowait(reason)
+
+    def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
+        raise AssertionError(f"the daemon is gone: {fault}, with {waiting} on the way")
 
     # what a test lets it do
 
@@ -135,18 +158,40 @@ class Rogue:
         """Join, and bring the plan that follows to the point where work begins."""
         answer = await self.join(victim)
         assert answer.refusal == ""
-        certified = (await self.hear(Certified)).message
-        assert isinstance(certified, Certified)
-        header = decode_record(certified.plan.header, PlanHeader)
-        self.body = decode_record(certified.plan.body, PlanBody)
+        await self.resume(victim, 1)
+
+    async def go_on(self, victim: PeerId) -> None:
+        """A link has ended, and with it frames between two workers: bring the repair that
+        follows to the point where work begins."""
+        assert self.fence is not None
+        self.links.post(victim, Ping(number=0))  # a link, on which it can be heard again
+        await self.resume(victim, self.fence.epoch + 1)
+
+    async def resume(self, victim: PeerId, epoch: int) -> None:
+        """Wait for the plan of `epoch` and the victim's Report; let the first step go on."""
+        while epoch not in self._plans or epoch not in self._reports:
+            self._news = trio.Event()
+            await self._news.wait()
+        plan = self._plans[epoch].plan
+        header = decode_record(plan.header, PlanHeader)
+        self.body = decode_record(plan.body, PlanBody)
         self.fence = Fence(header.generation, header.epoch, BOOT)
+        assert header.council == (victim,)
         assert self.body.stages[0].replicas[0].peer == self.identity.peer
-        await self.hear(Report)
-        everything = bitmap_of(
-            range(self.training.microbatches_per_step), self.training.microbatches_per_step
+        self.links.post(victim, self.resume_message(victim))
+
+    def resume_message(self, victim: PeerId) -> Resume:
+        """Return the Resume that follows from the victim's Report."""
+        assert self.fence is not None
+        count = self.training.microbatches_per_step
+        (held,) = self._reports[self.fence.epoch].held
+        entered = indices_of(held.bitmap, count)
+        lacking = [index for index in range(count) if index not in entered]
+        mine = Settlement(
+            bytes(32), bitmap_of(range(count), count), (self.identity.peer,), (), None, ()
         )
-        missing = tuple(Missing(stage, everything) for stage in range(2))
-        self.links.post(victim, Resume(fence=self.fence, step=0, missing=missing))
+        of_victim = Settlement(held.state_hash, bitmap_of(lacking, count), (victim,), (), None, ())
+        return Resume(fence=self.fence, step=0, totals=None, stages=(mine, of_victim))
 
     def forward(
         self, index: int, tensors: tuple[TensorSpec, ...] | None = None, *, step: int = 0
@@ -219,7 +264,8 @@ async def _run_links(rogue: Rogue, ready: trio.Event) -> None:
 
 async def _measured(node: Node, rogue: Rogue) -> None:
     """Wait until the founder has joined itself: before that it answers "not yet"."""
-    await node.daemon.control.joined_event.wait()
+    while node.daemon.control.leading.reference is None:  # noqa: ASYNC110 - it tells nobody
+        await trio.sleep(0.01)
 
 
 def _identity_before(peer: PeerId) -> Identity:

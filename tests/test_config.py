@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from protocol.packing import canonical, unpack
 from protocol.records import (
+    CheckpointSpec,
     DataSpec,
     LossSpec,
     Manifest,
@@ -85,7 +86,8 @@ def test_every_table_maps_to_its_record():
         + '[optimiser]\nname = "sgd"\nlearning_rate = 1\nmomentum = 0.5\nnesterov = true\n'
         + 'schedule = "cosine"\nwarmup_steps = 3\nfinal_fraction = 0.1\n'
         + '[execution]\ndeterminism = "exact"\nfraction_bits = 32\nrecompute = true\n'
-        + "[slicing]\ncuts = [1, 4]\n"
+        + "[slicing]\ncuts = [1, 4]\nmax_replicas = 2\n"
+        + "[checkpoints]\nevery_steps = 5\nkeep = 3\n"
     )
     training = parse_training(text)
     assert training.seed == 7
@@ -107,7 +109,8 @@ def test_every_table_maps_to_its_record():
         final_fraction=0.1,
     )
     assert training.execution.fraction_bits == 32
-    assert training.slicing == SlicingSpec((1, 4))
+    assert training.slicing == SlicingSpec((1, 4), 2)
+    assert training.checkpoints == CheckpointSpec(5, 3)
 
 
 def test_an_integer_where_a_number_is_expected_gives_the_same_run():
@@ -119,9 +122,9 @@ def test_an_integer_where_a_number_is_expected_gives_the_same_run():
 
 def test_a_manifest_survives_its_encoding_and_the_nonce_changes_its_id():
     training = parse_training(RUN + MODEL + FACTORY)
-    one = manifest_of(training, PEER, bytes(32))
+    one = manifest_of(training, PEER, PEER, bytes(32))
     assert unpack(canonical(one), Manifest) == one
-    assert manifest_of(training, PEER, b"1" * 32).run != one.run
+    assert manifest_of(training, PEER, PEER, b"1" * 32).run != one.run
 
 
 @pytest.mark.parametrize(
@@ -177,6 +180,13 @@ def test_an_unknown_key_is_named_with_its_table_and_the_nearest(text, what, hint
         (WHOLE + "[optimiser]\neps = nan\n", "optimiser.eps = nan", "a number above 0"),
         (WHOLE + "[optimiser]\neps = inf\n", "optimiser.eps = inf", "a finite number"),
         (WHOLE + "[execution]\nrecompute = 1\n", "execution.recompute = 1", "true or false"),
+        (WHOLE + "[slicing]\nmax_replicas = -1\n", "slicing.max_replicas = -1", "an integer"),
+        (WHOLE + "[checkpoints]\nevery_steps = 2.0\n", "every_steps = 2.0", "an integer"),
+        (
+            WHOLE + "[checkpoints]\nevery_steps = 2\nkeep = 0\n",
+            "checkpoints.keep = 0",
+            "an integer from 1",
+        ),
         (
             WHOLE.replace(TEXT, "[model.arguments]\nwhen = 2020-01-01\n" + TEXT),
             "model.arguments.when = 2020-01-01",
@@ -246,6 +256,11 @@ def test_a_misspelt_choice_gets_a_suggestion():
         (WHOLE + "[optimiser]\nwarmup_steps = 11\n", "optimiser.warmup_steps = 11", "= 10"),
         (WHOLE + "[slicing]\ncuts = [2, 2]\n", "slicing.cuts = [2, 2]", "strictly increasing"),
         (
+            WHOLE + "[checkpoints]\nevery_steps = 11\n",
+            "checkpoints.every_steps = 11",
+            "at most run.steps = 10",
+        ),
+        (
             WHOLE.replace("per_step = 4", "per_step = 65536")
             + '[execution]\ndeterminism = "exact"\nfraction_bits = 47\n',
             "execution.fraction_bits = 47",
@@ -268,12 +283,37 @@ def test_keys_that_contradict_each_other_are_refused(text, path, expected):
         (WHOLE + '[optimiser]\nname = "sgd"\neps = 1e-6\n', "optimiser.eps"),
         (WHOLE + "[optimiser]\nfinal_fraction = 0.5\n", "optimiser.final_fraction"),
         (WHOLE + "[execution]\nfraction_bits = 30\n", "execution.fraction_bits"),
+        (WHOLE + "[checkpoints]\nkeep = 3\n", "checkpoints.keep"),
+        (WHOLE + "[checkpoints]\nevery_steps = 0\nkeep = 3\n", "checkpoints.keep"),
     ],
 )
 def test_a_key_without_effect_is_refused(text, useless):
     error = refusal(text)
     assert f"{useless}" in error.what
     assert "has no effect" in error.what
+
+
+def test_what_makes_a_key_useless_is_shown_as_it_is_written():
+    assert refusal(WHOLE + "[checkpoints]\nkeep = 3\n").evidence == (
+        "checkpoints.every_steps is 0",
+    )
+    assert refusal(WHOLE + "[optimiser]\nmomentum = 0.5\n").evidence == (
+        'optimiser.name is "adamw"',
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[slicing]\nmax_replicas = 0\n",
+        "[slicing]\nmax_replicas = 1\n",  # as many as there may ever be, with nothing cut
+        "[checkpoints]\nevery_steps = 10\n",
+        "[checkpoints]\nevery_steps = 1\nkeep = 1\n",
+        "[checkpoints]\n",
+    ],
+)
+def test_limits_and_checkpoints_that_can_be(text):
+    assert isinstance(parse_training(WHOLE + text), Training)
 
 
 def test_a_syntax_error_shows_its_line():
@@ -318,7 +358,8 @@ def test_the_manual_lists_every_key_and_its_example_is_valid():
     example = re.search(r"```toml\n(.*?)```", manual, re.DOTALL)
     assert example is not None
     training = parse_training(example[1])
-    for record in (training, training.data, training.optimiser, training.execution):
+    tables = (training.slicing, training.checkpoints)
+    for record in (training, training.data, training.optimiser, training.execution, *tables):
         for key in record.__struct_fields__:
             assert re.search(rf"`\[?({key}|data\.{key})\]?`|\[{key}\]", manual), key
 

@@ -25,9 +25,7 @@ from protocol.messages import (
     GatherShard,
     GetChain,
     Goodbye,
-    Heartbeat,
     LedgerReport,
-    Missing,
     Ping,
     Pong,
     Resume,
@@ -42,12 +40,13 @@ from protocol.records import (
     TensorSpec,
     decode_record,
 )
-from swarm.adapters.datasets import open_source
-from swarm.core.agreement import Agreement, HardState
+from swarm.adapters.datasets import ThreadedSource, open_source
+from swarm.core.planning import members_of
 from swarm.core.reduction import buckets
 from swarm.node import Node
 from swarm.peer.feeder import Feeder
 from swarm.ports import ByteStream
+from tests.core.plans import certify, header_after, heartbeat
 from tests.processes.swarms import GPT, manifest
 from tests.rogues import Rogue, with_rogue
 
@@ -68,6 +67,7 @@ def test_wrong_shape_dtype_or_count_of_tensors_ends_the_link(tmp_path: Path) -> 
             reason = await rogue.link_end()
             assert "Forward carries" in reason and "stage 1 takes" in reason
             assert str(list(good[0].shape)) in reason
+            await rogue.go_on(victim)
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
         assert node.daemon.control.trouble == ""
 
@@ -104,11 +104,16 @@ def test_a_repeated_forward_ends_the_link(tmp_path: Path) -> None:
         for _ in range(2):
             rogue.links.post(victim, message, rogue.zeros(message))
         assert "mb=1/0 was sent twice" in await rogue.link_end()
+        await rogue.go_on(victim)
         await rogue.works_on(victim, 0)
         message = rogue.forward(0)
         rogue.links.post(victim, message, rogue.zeros(message))
         assert "mb=0/0 is in the ledger already" in await rogue.link_end()
         assert len(node.daemon.ledger) == 1
+        await rogue.go_on(victim)
+        assert [index in node.daemon.ledger for index in range(2)] == [True, False]
+        await rogue.works_on(victim, 1)
+        assert len(node.daemon.ledger) == 2
 
     with_rogue(tmp_path, scenario)
 
@@ -123,6 +128,7 @@ def test_more_forwards_than_credit_end_the_link(tmp_path: Path) -> None:
             message = rogue.forward(index, step=1)
             rogue.links.post(victim, message, rogue.zeros(message))
         assert "mb=1/2 has no credit" in await rogue.link_end()
+        await rogue.go_on(victim)
         # The step in hand has credit of its own.
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
 
@@ -164,7 +170,7 @@ def test_a_newer_epoch_is_asked_for_and_not_believed(tmp_path: Path) -> None:
         await rogue.take_role(victim)
         assert rogue.fence is not None
         newer = Fence(rogue.fence.generation, 9, rogue.fence.boot)
-        rogue.links.post(victim, Resume(fence=newer, step=0, missing=()))
+        rogue.links.post(victim, Resume(fence=newer, step=0, totals=None, stages=()))
         assert isinstance((await rogue.hear(GetChain)).message, GetChain)
         assert node.daemon.control.plan.header.epoch == 1
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
@@ -183,6 +189,7 @@ def test_another_boot_in_the_fence_ends_the_link(tmp_path: Path) -> None:
         )
         rogue.links.post(victim, report)
         assert "fence of boot 2 on a link of boot 1" in await rogue.link_end()
+        await rogue.go_on(victim)
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
 
     with_rogue(tmp_path, scenario)
@@ -210,6 +217,7 @@ def test_a_tampered_certificate_ends_the_link_and_is_not_adopted(tmp_path: Path)
             await rogue.link_end()
         )
         assert node.daemon.control.plan is genuine
+        await rogue.go_on(victim)
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
 
     with_rogue(tmp_path, scenario)
@@ -251,6 +259,10 @@ async def raw_connection(
         yield connection, stream
     finally:
         await stream.aclose()
+
+
+def _no_answer(*_: object) -> None:
+    raise AssertionError("this is no request")
 
 
 def _no_payload(message: object) -> memoryview:
@@ -320,13 +332,13 @@ def test_who_leaves_before_the_first_plan_is_not_in_it(tmp_path: Path) -> None:
     async def scenario(node: Node, rogue: Rogue) -> None:
         victim = node.daemon.me.peer
         assert (await rogue.join(victim)).refusal == ""
-        assert node.daemon.control.candidates == {victim, rogue.identity.peer}
+        assert node.daemon.control.leading.candidates == {victim, rogue.identity.peer}
         await rogue.links.say_goodbye()
-        while node.daemon.control.candidates != {victim}:  # noqa: ASYNC110 - it tells nobody
+        while node.daemon.control.leading.candidates != {victim}:  # noqa: ASYNC110 - it tells nobody
             await trio.sleep(0.01)
         assert node.daemon.control.plan.header.epoch == 0
         assert (await rogue.join(victim)).refusal == ""
-        assert node.daemon.control.candidates == {victim, rogue.identity.peer}
+        assert node.daemon.control.leading.candidates == {victim, rogue.identity.peer}
 
     with_rogue(tmp_path, scenario, wait_for_peers=3)
 
@@ -373,19 +385,23 @@ def test_a_token_that_is_none_halts_the_run_with_its_microbatch(tmp_path: Path) 
 
 
 def test_little_of_an_unknown_epoch_is_kept(tmp_path: Path) -> None:
-    """Four messages of a peer, of the kinds that can be early; the next ends its link."""
+    """Sixteen messages of a peer, of the kinds that can be early; the next ends its link."""
 
     async def scenario(node: Node, rogue: Rogue) -> None:
         victim = node.daemon.me.peer
         await rogue.take_role(victim)
         assert rogue.fence is not None
         newer = Fence(rogue.fence.generation, 9, rogue.fence.boot)
-        for _ in range(5):
-            rogue.links.post(victim, Resume(fence=newer, step=0, missing=()))
-        assert "4 messages of this peer wait" in await rogue.link_end()
-        totals = Totals(1, 1.0, (), "apply", 1.0)
-        rogue.links.post(victim, Commit(fence=newer, step=0, totals=totals))
-        assert "Commit of epoch 9 at epoch 1" in await rogue.link_end()
+        for _ in range(17):
+            rogue.links.post(victim, Resume(fence=newer, step=0, totals=None, stages=()))
+        assert "16 messages of this peer wait" in await rogue.link_end()
+        await rogue.go_on(victim)
+        report = LedgerReport(
+            fence=newer, step=0, stage=1, bitmap=b"\xff", weight=1, flags=(), loss_sum=0.0
+        )
+        rogue.links.post(victim, report)
+        assert "LedgerReport of epoch 9 at epoch 2" in await rogue.link_end()
+        await rogue.go_on(victim)
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
 
     with_rogue(tmp_path, scenario)
@@ -404,6 +420,7 @@ def test_parts_that_come_twice_end_the_link(tmp_path: Path) -> None:
         for _ in range(2):
             rogue.links.post(victim, gather, (memoryview(bytes(spec.nbytes)),))
         assert "twice" in await rogue.link_end()
+        await rogue.go_on(victim)
         assert (await rogue.works_on(victim, 0)).nonfinite == ""
 
     with_rogue(tmp_path, scenario)
@@ -421,12 +438,14 @@ def test_a_resume_with_a_wrong_bitmap_ends_the_link(tmp_path: Path) -> None:
             fence=rogue.fence,
             training=rogue.training,
             shape=rogue.profile.shape,
-            source=open_source(rogue.training, Path()),
+            source=ThreadedSource(open_source(rogue.training, Path())),
             links=rogue.links,
             on_trouble=lambda reason: None,
         )
+        good = rogue.resume_message(node.daemon.me.peer)
+        wrong = replace(good, stages=(good.stages[0], replace(good.stages[1], missing=b"x" * 99)))
         with pytest.raises(RemoteProtocolError, match="bitmap of 99 bytes"):
-            feeder.resume(Resume(fence=rogue.fence, step=0, missing=(Missing(0, b"\xff" * 99),)))
+            feeder.resume(wrong)
 
     with_rogue(tmp_path, scenario)
 
@@ -451,12 +470,10 @@ def test_a_certified_plan_that_is_malformed_is_not_adopted(
             body = replace(body, wiring=())
         else:
             body = replace(body, stages=body.stages[:1], wiring=body.wiring[:1])
-        sole = Agreement(
-            node.daemon.manifest, node.daemon.identity, HardState(1, None, (plan.proof,))
-        )
-        sole.propose(body, kind="planned", from_step=0)
+        council = [node.daemon.identity]
+        proof = certify(header_after(plan.header, body, council), body, council, council)
         with pytest.raises(RemoteProtocolError, match=fault):
-            control.handle_certified(rogue.identity.peer, Certified(plan=sole.newest.proof))
+            control.handle(rogue.identity.peer, 1, Certified(plan=proof), _no_answer)
         assert control.plan is plan
         assert (await rogue.works_on(node.daemon.me.peer, 0)).nonfinite == ""
 
@@ -465,43 +482,36 @@ def test_a_certified_plan_that_is_malformed_is_not_adopted(
 
 def test_the_trouble_of_a_standby_halts_nothing(tmp_path: Path) -> None:
     async def scenario(node: Node, rogue: Rogue) -> None:
-        victim = node.daemon.me.peer
+        victim, control = node.daemon.me.peer, node.daemon.control
+        while not control.plan.body.stages:  # noqa: ASYNC110 - it tells nobody
+            await trio.sleep(0.01)
         assert (await rogue.join(victim)).refusal == ""
-        certified = (await rogue.hear(Certified)).message
-        assert isinstance(certified, Certified)
-        heartbeat = Heartbeat(
-            epoch=1,
-            boot=1,
-            state="standby",
-            stage=-1,
-            version=0,
-            loss=None,
-            ledger_size=0,
-            queue_length=0,
-            samples=0,
-            compute_seconds=0.0,
-            rtt_seconds=0.0,
-            traffic=(),
-            trouble="I do not like it here",
-        )
-        rogue.links.post(victim, heartbeat)
+        me = Member(rogue.identity.peer, 1)
+        while me not in members_of(control.plan.body):
+            await rogue.hear(Certified)
+        plan = control.plan
+        assert me in [each.member for each in plan.body.standby]
+        assert plan.header.council == (victim,)
+        said = heartbeat(state="joining", epoch=plan.header.epoch)
+        rogue.links.post(victim, replace(said, trouble="I do not like it here"))
         rogue.links.post(victim, Ping(number=7))  # behind it on the same link
         while (await rogue.hear(Pong)).message != Pong(number=7):
             pass
-        assert node.daemon.control.plan.header.epoch == 1
-        assert node.daemon.control.trouble == ""
+        assert control.plan is plan
+        assert control.trouble == ""
 
     with_rogue(tmp_path, scenario, manifest(GPT, steps=100_000), wait_for_peers=1)
 
 
-def test_durable_of_another_version_than_the_last_ends_the_link(tmp_path: Path) -> None:
-
+def test_durable_of_a_version_that_nobody_has_to_write_ends_the_link(tmp_path: Path) -> None:
     async def scenario(node: Node, rogue: Rogue) -> None:
-        await rogue.take_role(node.daemon.me.peer)
+        victim = node.daemon.me.peer
+        await rogue.take_role(victim)
         assert rogue.fence is not None
         durable = Durable(fence=rogue.fence, stage=0, version=1, layer_hashes=())
-        rogue.links.post(node.daemon.me.peer, durable)
-        assert f"ends with version 1 of {rogue.training.steps}" in await rogue.link_end()
-        assert (await rogue.works_on(node.daemon.me.peer, 0)).nonfinite == ""
+        rogue.links.post(victim, durable)
+        assert "wrote version 1, which is not due" in await rogue.link_end()
+        await rogue.go_on(victim)
+        assert (await rogue.works_on(victim, 0)).nonfinite == ""
 
     with_rogue(tmp_path, scenario)

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-NAMES = ("overhead", "transport")
+NAMES = ("overhead", "recovery", "transport")
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from protocol.signing import Identity, PeerId
 from swarm.adapters.asyncio_thread import AsyncioThread
 from swarm.adapters.certificates import configure
 from swarm.adapters.tls import TlsTransport, parse_address
+from swarm.errors import PeerError
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
 from swarm.ports import Buffer
@@ -123,6 +124,13 @@ class LinkEnd:
                 self.links.post(peer, Pong(number=number))
             case Pong(number=number):
                 self._pongs.pop(number).set()
+
+    def opened(self, peer: PeerId, boot: int) -> None:
+        """It begins."""
+
+    def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
+        """End the measurement: the far process is not there."""
+        raise RuntimeError(f"the far process cannot be reached: {fault.reason}")
 
     def lost(self, peer: PeerId, reason: str) -> None:
         """End the measurement: its messages are gone. The far end is left when it is over."""

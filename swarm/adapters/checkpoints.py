@@ -1,32 +1,48 @@
-"""Checkpoints: one safetensors file per layer, and a list of them that is written last.
+"""Checkpoints: two safetensors files per layer, and a list of them that is written last.
 
 The rule: a version without its list is not there, and a file that does not have the hash in
 the list is damage, never data.
+
+    checkpoints/LINEAGE-VERSION/                one folder per version
+        layer-00003.weights.safetensors         parameters and buffers, as they are exported
+        layer-00003.state.safetensors           what training goes on from
+        checkpoint.json                         what belongs here, with hashes
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
+import trio
 
+from protocol.messages import StateKind
 from protocol.records import Count, Record
 from swarm.adapters.durable import (
     make_folder,
     read_file,
     remove_durably,
     remove_leftovers,
+    sync_folder,
     write_file_durably,
 )
 from swarm.errors import HomeError
+from swarm.ports import Buffer
+
+log = logging.getLogger(__name__)
 
 LIST_NAME = "checkpoint.json"
 
 
-class LayerFile(Record, frozen=True):
-    """One layer's file."""
+class CheckpointFile(Record, frozen=True):
+    """One file of one layer."""
 
     layer: Count
+    kind: Literal["weights", "state"]
     file: str
     nbytes: Count
     sha256: str
@@ -36,95 +52,185 @@ class LayerFile(Record, frozen=True):
 class CheckpointList(Record, frozen=True):
     """What a version's folder holds; readable without this project."""
 
+    lineage: Count
     version: Count
-    layers: tuple[LayerFile, ...]
+    state_hash: str
+    """Names the history of this version; in hexadecimal digits."""
+    files: tuple[CheckpointFile, ...]
+
+
+class HeldVersion(NamedTuple):
+    """A version whose files are all there."""
+
+    lineage: int
+    version: int
+    state_hash: bytes
+    layers: tuple[int, ...]
+
+
+class DiskCheckpoints:
+    """The Checkpoints port over a home's folder, which nobody else writes to."""
+
+    def __init__(self, folder: Path) -> None:
+        """Remove what writes that did not come to their end have left. Raises HomeError."""
+        self._folder = folder
+        self._changing = trio.Lock()
+        self._last: tuple[tuple[str, int, int, int], Buffer] | None = None
+        for place, _, _ in _places(folder):
+            if not (place / LIST_NAME).exists():
+                _remove_place(place)
+
+    async def write(
+        self,
+        lineage: int,
+        version: int,
+        weights: Mapping[int, Buffer],
+        states: Mapping[int, Buffer],
+        state_hash: bytes,
+    ) -> tuple[bytes, ...]:
+        """Write layers durably (ports.Checkpoints.write). Raises HomeError."""
+        async with self._changing:
+            self._last = None
+            return await trio.to_thread.run_sync(
+                write_checkpoint, self._folder, lineage, version, weights, states, state_hash
+            )
+
+    async def read(self, kind: StateKind, lineage: int, version: int, layer: int) -> Buffer | None:
+        """Return a layer's checked bytes (ports.Checkpoints.read).
+
+        The last ones are kept, since they are asked for piece by piece."""
+        wanted = (kind, lineage, version, layer)
+        if self._last is not None and self._last[0] == wanted:
+            return self._last[1]
+        found = await trio.to_thread.run_sync(
+            read_checkpoint, self._folder, kind, lineage, version, layer
+        )
+        if found is None:
+            return None
+        self._last = (wanted, memoryview(found))
+        return self._last[1]
+
+    async def held(self) -> tuple[tuple[int, int, bytes, tuple[int, ...]], ...]:
+        """Return what is held whole (ports.Checkpoints.held): lists are there, and all files in
+        their sizes."""
+        return await trio.to_thread.run_sync(held_checkpoints, self._folder)
+
+    async def forget(self, lineage: int, version: int) -> None:
+        """Remove a version, durably, if it is there. Raises HomeError."""
+        async with self._changing:
+            self._last = None
+            await trio.to_thread.run_sync(forget_checkpoint, self._folder, lineage, version)
+
+
+# --- in the calling thread ------------------------------------------------------------------
 
 
 def write_checkpoint(
-    folder: Path, version: int, layers: Mapping[int, bytes | memoryview]
+    folder: Path,
+    lineage: int,
+    version: int,
+    weights: Mapping[int, Buffer],
+    states: Mapping[int, Buffer],
+    state_hash: bytes,
 ) -> tuple[bytes, ...]:
-    """Write `layers` (index: safetensors bytes) as `version`; return once all of it is durable.
+    """Write layers (index: safetensors bytes) as a version; return once all of it is durable.
 
-    Returns the SHA-256 of each layer's bytes, by ascending index. What the folder held of
+    Returns the SHA-256 of each layer's weights, by ascending index. What the folder held of
     this version is replaced. Raises HomeError; then the version is not there.
     """
-    place = _place(folder, version)
+    if weights.keys() != states.keys():
+        raise ValueError(f"weights of layers {sorted(weights)}, states of {sorted(states)}")
+    place = _place(folder, lineage, version)
     make_folder(place)
-    remove_leftovers(place)
     remove_durably(place / LIST_NAME)
-    for stale in sorted(place.glob("layer-*.safetensors")):
-        remove_durably(stale)
+    _remove_files(place)
     files = []
-    for layer in sorted(layers):
-        name = f"layer-{layer:05d}.safetensors"
-        digest = write_file_durably(place / name, layers[layer])
-        files.append(LayerFile(layer, name, len(layers[layer]), digest.hex()))
-    listing = msgspec.json.encode(CheckpointList(version, tuple(files)))
-    write_file_durably(place / LIST_NAME, msgspec.json.format(listing, indent=2) + b"\n")
-    return tuple(bytes.fromhex(file.sha256) for file in files)
+    for layer in sorted(weights):
+        for kind, data in (("weights", weights[layer]), ("state", states[layer])):
+            name = f"layer-{layer:05d}.{kind}.safetensors"
+            digest = write_file_durably(place / name, data)
+            files.append(CheckpointFile(layer, kind, name, data.nbytes, digest.hex()))  # type: ignore[arg-type]
+    listing = CheckpointList(lineage, version, state_hash.hex(), tuple(files))
+    text = msgspec.json.format(msgspec.json.encode(listing), indent=2)
+    write_file_durably(place / LIST_NAME, text + b"\n")
+    return tuple(bytes.fromhex(file.sha256) for file in files if file.kind == "weights")
 
 
 def read_checkpoint(
-    folder: Path, version: int, layers: Iterable[int] | None = None
-) -> dict[int, bytes]:
-    """Return the safetensors bytes of `layers` (None: all that are there) of a version.
+    folder: Path, kind: StateKind, lineage: int, version: int, layer: int
+) -> bytes | None:
+    """Return the safetensors bytes of a layer, or None if they are not held.
 
-    Raises HomeError if one is missing or its bytes do not have the hash in the list.
+    Raises HomeError if the list is damaged, or the bytes do not have the hash in it.
     """
-    place = _place(folder, version)
-    files = {file.layer: file for file in _listing(place, version).layers}
-    wanted = sorted(files if layers is None else layers)
-    missing = [layer for layer in wanted if layer not in files]
-    if missing:
-        raise HomeError(
-            f"checkpoint {version} has no layer {missing[0]}",
-            evidence=(f"{place} holds layers {sorted(files)}",),
-            hint="get it from a peer whose stage has this layer",
-        )
-    return {layer: _checked(place, files[layer]) for layer in wanted}
+    place = _place(folder, lineage, version)
+    listing = _listing(place, lineage, version)
+    for file in listing.files if listing is not None else ():
+        if (file.kind, file.layer) == (kind, layer):
+            try:
+                return _checked(place, file)
+            except HomeError:
+                if not (place / LIST_NAME).exists():
+                    return None  # removed while it was read
+                raise
+    return None
 
 
-def has_checkpoint(folder: Path, version: int, layers: Iterable[int] | None = None) -> bool:
-    """Return whether `layers` (None: all in its list) of a version are there, undamaged."""
-    try:
-        place = _place(folder, version)
-        files = {file.layer: file for file in _listing(place, version).layers}
-        for layer in files if layers is None else layers:
-            _checked(place, files[layer])
-    except (HomeError, KeyError):
-        return False
-    return True
+def held_checkpoints(folder: Path) -> tuple[HeldVersion, ...]:
+    """Return the versions whose list and files are there, oldest first: lineages in order, and
+    versions within each. Hashes are not checked; a damaged list is logged and left out."""
+    held = []
+    for place, lineage, version in _places(folder):
+        try:
+            listing = _listing(place, lineage, version)
+        except HomeError as error:
+            log.warning("checkpoint left out reason=%r evidence=%r", error.what, error.evidence)
+            continue
+        if listing is None or not all(_has_size(place, file) for file in listing.files):
+            continue
+        layers = tuple(file.layer for file in listing.files if file.kind == "weights")
+        held.append(HeldVersion(lineage, version, bytes.fromhex(listing.state_hash), layers))
+    return tuple(held)
 
 
-def checkpoint_versions(folder: Path) -> tuple[int, ...]:
-    """Return the versions whose list is there, ascending; hashes are not checked."""
-    lists = folder.glob(f"*/{LIST_NAME}")
-    names = [path.parent.name for path in lists]
-    return tuple(sorted(int(name) for name in names if name.isdecimal()))
+def forget_checkpoint(folder: Path, lineage: int, version: int) -> None:
+    """Remove a version durably, its list first. Raises HomeError."""
+    place = _place(folder, lineage, version)
+    if place.is_dir():
+        _remove_place(place)
 
 
-def _place(folder: Path, version: int) -> Path:
-    return folder / f"{version:010d}"
+def _place(folder: Path, lineage: int, version: int) -> Path:
+    return folder / f"{lineage}-{version:010d}"
 
 
-def _listing(place: Path, version: int) -> CheckpointList:
+def _places(folder: Path) -> list[tuple[Path, int, int]]:
+    """Return the folders of versions with lineage and version, in their order."""
+    found = []
+    for path in folder.glob("*-*"):
+        if match := re.fullmatch(r"(\d+)-(\d{10,})", path.name):
+            found.append((path, int(match[1]), int(match[2])))
+    return sorted(found, key=lambda each: each[1:])
+
+
+def _listing(place: Path, lineage: int, version: int) -> CheckpointList | None:
     data = read_file(place / LIST_NAME)
     if data is None:
-        raise HomeError(
-            f"there is no checkpoint {version}",
-            evidence=(f"{place / LIST_NAME} does not exist",),
-            hint="choose a version that was written to its end",
-        )
+        return None
     try:
         listing = msgspec.json.decode(data, type=CheckpointList)
-    except msgspec.MsgspecError as error:
+        bytes.fromhex(listing.state_hash)
+    except (msgspec.MsgspecError, ValueError) as error:
         raise _damaged(place / LIST_NAME, str(error)) from error
-    if listing.version != version:
-        raise _damaged(place / LIST_NAME, f"it is the list of version {listing.version}")
+    if (listing.lineage, listing.version) != (lineage, version):
+        raise _damaged(
+            place / LIST_NAME,
+            f"it is the list of version {listing.version}, lineage {listing.lineage}",
+        )
     return listing
 
 
-def _checked(place: Path, file: LayerFile) -> bytes:
+def _checked(place: Path, file: CheckpointFile) -> bytes:
     path = place / Path(file.file).name
     data = read_file(path)
     if data is None:
@@ -133,6 +239,27 @@ def _checked(place: Path, file: LayerFile) -> bytes:
     if digest != file.sha256:
         raise _damaged(path, f"SHA-256 is {digest}, the list says {file.sha256}")
     return data
+
+
+def _has_size(place: Path, file: CheckpointFile) -> bool:
+    try:
+        return (place / Path(file.file).name).stat().st_size == file.nbytes
+    except OSError:
+        return False
+
+
+def _remove_place(place: Path) -> None:
+    remove_durably(place / LIST_NAME)
+    _remove_files(place)
+    with suppress(OSError):  # somebody's own files may be in it
+        place.rmdir()
+        sync_folder(place.parent)
+
+
+def _remove_files(place: Path) -> None:
+    remove_leftovers(place)
+    for path in sorted(place.glob("layer-*.safetensors")):
+        remove_durably(path)
 
 
 def _damaged(path: Path, evidence: str) -> HomeError:

@@ -12,14 +12,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import trio
 
 from protocol.records import DataSpec, LossSpec, Training
 from swarm.adapters.factory_source import Array, FactorySource, check_id, raw_bytes
 from swarm.errors import DataError
-from swarm.ports import Buffer, DataSource
+from swarm.ports import Buffer
 
 STDLIB = "${stdlib}"
 
@@ -27,7 +28,46 @@ _CHUNK_BYTES = 1 << 20  # a multiple of every item size
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def open_source(training: Training, data_dir: Path) -> DataSource:
+class SampleReader(Protocol):
+    """Reads samples; its methods block."""
+
+    def digest(self) -> bytes:
+        """Return SHA-256 over the data's content (32 bytes). Raises DataError."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def microbatch(self, sample_ids: Sequence[int]) -> tuple[Buffer, Buffer, int]:
+        """Return inputs, targets and weight (what counts in the mean). Raises DataError."""
+        ...
+
+
+class ThreadedSource:
+    """The DataSource port over a reader, which works in a thread, one call at a time: an owner's
+    own dataset need not be made for more. A caller that is cancelled waits for its call."""
+
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
+        self._turn = trio.CapacityLimiter(1)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._reader)
+
+    async def digest(self) -> bytes:
+        """Return SHA-256 over the data's content (ports.DataSource.digest)."""
+        return await trio.to_thread.run_sync(self._reader.digest, limiter=self._turn)
+
+    async def microbatch(self, sample_ids: Sequence[int]) -> tuple[Buffer, Buffer, int]:
+        """Return inputs, targets and weight (ports.DataSource.microbatch)."""
+        return await trio.to_thread.run_sync(
+            self._reader.microbatch, sample_ids, limiter=self._turn
+        )
+
+
+def open_source(training: Training, data_dir: Path) -> SampleReader:
     """Return the data of `training`; relative paths start at `data_dir`.
 
     Raises DataError if data is missing, too short, or not what the manifest says.

@@ -6,17 +6,19 @@ that belongs to it: a peer that forgot its votes could vote twice.
     lock              held while a process works here; holds its process id
     identity.key      raw Ed25519 seed, mode 0600; written last, so a home with it is complete
     swarm.key         what lets its holder join, mode 0600
+    recovery.key      the founder's only: starts a new generation of councils, mode 0600
     manifest          the run's definition, in the canonical bytes that its id is the hash of
     run               that id, in hexadecimal digits
     peer.toml         this peer's own settings
     state/            hard state (DiskStorage), the boot number among it
-    checkpoints/      one folder per version
+    checkpoints/      one folder per version (DiskCheckpoints)
 """
 
 import fcntl
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -24,12 +26,6 @@ from protocol.errors import RemoteProtocolError
 from protocol.packing import canonical
 from protocol.records import Manifest, RunId, decode_record, sha256
 from protocol.signing import Identity
-from swarm.adapters.checkpoints import (
-    checkpoint_versions,
-    has_checkpoint,
-    read_checkpoint,
-    write_checkpoint,
-)
 from swarm.adapters.durable import (
     PRIVATE_MODE,
     make_folder,
@@ -38,21 +34,19 @@ from swarm.adapters.durable import (
     write_file_durably,
 )
 from swarm.config import PeerSettings, read_settings, render_settings
-from swarm.core.agreement import HARD_STATE, Agreement, HardState
+from swarm.core.agreement import Agreement
+from swarm.core.chain import HARD_STATE, HardState
 from swarm.errors import HomeError
 
 __all__ = [
     "DiskStorage",
     "Home",
-    "checkpoint_versions",
-    "has_checkpoint",
-    "read_checkpoint",
-    "write_checkpoint",
     "write_file_durably",
 ]
 
 KEY_BYTES = 32
 BOOT = "boot"
+RECOVERY_KEY = "recovery.key"
 
 
 class DiskStorage:
@@ -105,6 +99,7 @@ class Home:
         swarm_key: bytes,
         settings: PeerSettings,
         seed: bytes | None = None,
+        recovery_seed: bytes | None = None,
     ) -> "Home":
         """Make a home with a new identity (or that of `seed`, 32 bytes), and open it.
 
@@ -119,6 +114,8 @@ class Home:
                     evidence=(f"{folder / 'identity.key'} exists",),
                     hint="choose another folder with --home",
                 )
+            if recovery_seed is not None:
+                home._write(RECOVERY_KEY, recovery_seed, PRIVATE_MODE)
             home._fill(manifest, swarm_key, settings, seed or secrets.token_bytes(KEY_BYTES))
         except BaseException:
             home.close()
@@ -190,6 +187,12 @@ class Home:
         """Return the swarm's key (32 bytes). Raises HomeError."""
         return self._secret("swarm.key")
 
+    def recovery(self) -> Identity | None:
+        """Return the recovery key, or None where it is not kept here. Raises HomeError."""
+        if not (self.folder / RECOVERY_KEY).exists():
+            return None
+        return Identity.from_seed(self._secret(RECOVERY_KEY))
+
     def manifest(self) -> Manifest:
         """Return the run's manifest. Raises HomeError if its hash is not the run id."""
         data = self._need("manifest")
@@ -207,14 +210,15 @@ class Home:
             raise self._not_whole("run", "is not 64 hexadecimal digits")
         return bytes.fromhex(text.decode())
 
-    def agreement(self) -> Agreement:
-        """Return what this peer knows of the chain of plans, and its vote. Raises HomeError."""
+    def agreement(self, draw: Callable[[], float]) -> Agreement:
+        """Return what this peer knows of the chain of plans, and its vote; `draw` returns random
+        numbers in [0, 1). Raises HomeError."""
         data = self.storage.load(HARD_STATE)
         if data is None:
             raise self._not_whole(f"state/{HARD_STATE}", "is missing")
         try:
             state = decode_record(data, HardState)
-            return Agreement(self.manifest(), self.identity(), state)
+            return Agreement(self.manifest(), self.identity(), state, draw=draw)
         except RemoteProtocolError as error:
             raise self._not_whole(f"state/{HARD_STATE}", f"is damaged: {error}") from error
 
@@ -239,7 +243,7 @@ class Home:
     def _check(self) -> None:
         self.identity()
         self.swarm_key()
-        self.agreement()
+        self.agreement(lambda: 0.0)
         self.boot()
 
     def _write(self, name: str, data: bytes, mode: int = 0o644) -> None:

@@ -28,7 +28,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from protocol.errors import RemoteProtocolError
 from protocol.signing import Identity
-from swarm.adapters.dht_records import RecordSeal
+from swarm.adapters.dht_records import MAX_FUTURE_SECONDS, RECORD_SECONDS, RecordSeal
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +229,7 @@ class _OnlyRecords(RecordValidatorBase):  # type: ignore[misc]
     def __init__(self, seal: RecordSeal, place: bytes) -> None:
         self._seal = seal
         self._key = DHTID.generate(source=place).to_bytes()
+        self._told: set[str] = set()
 
     def validate(self, record: DHTRecord) -> bool:
         """Return whether our node may store or return `record`."""
@@ -237,10 +238,28 @@ class _OnlyRecords(RecordValidatorBase):  # type: ignore[misc]
         try:
             subkey = msgspec.msgpack.decode(record.subkey, type=str)
             value = msgspec.msgpack.decode(record.value, type=bytes)
+            self._compare_clocks(subkey, value, record.expiration_time, time.time())
             self._seal.open(subkey, value, record.expiration_time, time.time())
         except (RemoteProtocolError, msgspec.MsgspecError, UnicodeDecodeError):
             return False
         return True
+
+    def _compare_clocks(self, subkey: str, value: bytes, expiry: float, now: float) -> None:
+        """Say so, once for each peer, if a record of this run does not fit our wall clock.
+
+        Raises RemoteProtocolError if it is no such record."""
+        ahead_seconds = expiry - RECORD_SECONDS - now
+        most_seconds = MAX_FUTURE_SECONDS - RECORD_SECONDS
+        if -RECORD_SECONDS - most_seconds <= ahead_seconds <= most_seconds or subkey in self._told:
+            return
+        self._seal.open(subkey, value, expiry, expiry)
+        self._told.add(subkey)
+        log.warning(
+            "dht record does not fit the wall clock, here or at its peer: it is no help in finding "
+            "others peer=%s ahead_seconds=%.0f",
+            subkey,
+            ahead_seconds,
+        )
 
 
 def _daemon_type(sockets: Path) -> Any:

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 
 from protocol.messages import Microbatch, Totals
 from protocol.records import Training
+from swarm.adapters.datasets import SampleReader
 from swarm.adapters.torch_stage import TorchStage
 from swarm.adapters.weights import merge
 from swarm.core.model import ModelShape
 from swarm.core.reduction import buckets
 from swarm.core.totals import totals_of
 from swarm.errors import RunHalted
-from swarm.ports import DataSource
 
 
 def run_reference(
     training: Training,
-    data: DataSource,
+    data: SampleReader,
     sample_ids: Callable[[int, int], Sequence[int]],
     progress: Callable[[int, float | None], None],
     device: str = "cpu",

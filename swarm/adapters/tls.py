@@ -25,7 +25,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.signing import Identity, PeerId
 from swarm.adapters.certificates import configure
 from swarm.adapters.tls_stream import TlsContext, TlsStream, shake_hands
-from swarm.errors import AddressError, Overloaded, PeerRefused, PeerUnreachable
+from swarm.errors import AddressError, NobodyListens, Overloaded, PeerRefused, PeerUnreachable
 from swarm.ports import ByteStream
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,9 @@ class TlsTransport:
         except AddressError as error:  # peers hand out addresses: theirs is the mistake
             raise PeerUnreachable(whom, error.what) from error
         except (OSError, UnicodeError) as error:
-            raise PeerUnreachable(whom, _why_not_connected(error)) from error
+            reason = _why_not_connected(error)
+            refused = reason == os.strerror(errno.ECONNREFUSED)
+            raise (NobodyListens if refused else PeerUnreachable)(whom, reason) from error
         try:
             stream = await self._greet(tcp, whom)
             if expected is not None and stream.peer != expected:

@@ -9,7 +9,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -56,6 +56,7 @@ class ThreadedExecutor:
         self._stage = stage
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._compute_seconds = 0.0
+        self._begun: float | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="stage-executor", daemon=True)
         self._thread.start()
@@ -70,6 +71,12 @@ class ThreadedExecutor:
         """Return seconds that finished tasks have taken."""
         return self._compute_seconds
 
+    @property
+    def task_seconds(self) -> float:
+        """Return for how long the running task has been running; 0 while there is none."""
+        begun = self._begun
+        return 0.0 if begun is None else time.perf_counter() - begun
+
     async def profile(self) -> Profile:
         """Measure every layer. Raises ModelError."""
         return await self._call(self._stage.profile)
@@ -78,25 +85,72 @@ class ThreadedExecutor:
         """Hold the layers of a stage; return the root hash (32 bytes)."""
         return await self._call(self._stage.build, stages, stage)
 
+    async def load(
+        self,
+        stages: Sequence[tuple[int, int]],
+        stage: int,
+        version: int,
+        layers: Mapping[int, Buffer],
+    ) -> None:
+        """Hold the layers of a stage as they were at a version."""
+        await self._call(self._stage.load, stages, stage, version, layers)
+
+    async def snapshot(self, version: int) -> dict[int, Buffer] | None:
+        """Return a copy of the state of every held layer."""
+        return await self._call(self._stage.snapshot, version)
+
+    async def layer_state(self, layer: int) -> Buffer:
+        """Return a layer's weights as safetensors bytes."""
+        return await self._call(self._stage.layer_state, layer)
+
+    async def settle(self) -> bool:
+        """Drop activations; return whether the reduced gradient is whole."""
+        return await self._call(self._stage.settle)
+
+    async def discard(self) -> None:
+        """Empty accumulator and ledger."""
+        await self._call(self._stage.discard)
+
+    async def gradient(self, step: int) -> dict[int, Buffer] | None:
+        """Return a copy of a reduced gradient."""
+        return await self._call(self._stage.gradient, step)
+
+    async def load_gradient(self, step: int, buckets: Mapping[int, Buffer]) -> None:
+        """Take the whole reduced gradient of the step in hand."""
+        await self._call(self._stage.load_gradient, step, buckets)
+
     async def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
         """Run the layers."""
         return await self._call(self._stage.forward, mb, inputs)
 
-    async def backward(self, mb: Microbatch, gradient: Buffer, weight: int) -> Outcome:
+    async def backward(
+        self, mb: Microbatch, gradient: Buffer, weight: int, accumulate: bool = True
+    ) -> Outcome:
         """Differentiate, accumulate, enter the index into the ledger."""
-        return await self._call(self._stage.backward, mb, gradient, weight)
+        return await self._call(self._stage.backward, mb, gradient, weight, accumulate)
 
-    async def turn(self, mb: Microbatch, inputs: Buffer, targets: Buffer, weight: int) -> Turn:
+    async def turn(
+        self,
+        mb: Microbatch,
+        inputs: Buffer,
+        targets: Buffer,
+        weight: int,
+        accumulate: bool = True,
+    ) -> Turn:
         """Forward, loss and backward of the last stage."""
-        return await self._call(self._stage.turn, mb, inputs, targets, weight)
+        return await self._call(self._stage.turn, mb, inputs, targets, weight, accumulate)
 
-    async def flag(self, mb: Microbatch, layer: str, weight: int) -> None:
+    async def flag(self, mb: Microbatch, layer: str, weight: int, accumulate: bool = True) -> None:
         """Enter a non-finite microbatch."""
-        await self._call(self._stage.flag, mb, layer, weight)
+        await self._call(self._stage.flag, mb, layer, weight, accumulate)
 
     async def part(self, bucket: int, start: int, stop: int) -> Buffer:
         """Return a part of an accumulator."""
         return await self._call(self._stage.part, bucket, start, stop)
+
+    async def begin_reduction(self) -> None:
+        """Forget what has been reduced of the step in hand."""
+        await self._call(self._stage.begin_reduction)
 
     async def reduce(
         self, bucket: int, start: int, stop: int, parts: Sequence[Buffer | None]
@@ -115,10 +169,6 @@ class ThreadedExecutor:
     async def commit(self, step: int, totals: Totals) -> None:
         """Apply or skip the step."""
         await self._call(self._stage.commit, step, totals)
-
-    async def layer_state(self, layer: int) -> Buffer:
-        """Return a layer's state as safetensors bytes."""
-        return await self._call(self._stage.layer_state, layer)
 
     async def aclose(self) -> None:
         """Finish what was called and stop the thread. May be called again."""
@@ -143,8 +193,9 @@ class ThreadedExecutor:
         _lower_priority()
         while (task := self._tasks.get()) is not None:
             with _generator_lock:
-                begun = time.perf_counter()
+                self._begun = begun = time.perf_counter()
                 task.result = outcome.capture(task.call)
+                self._begun = None
                 self._compute_seconds += time.perf_counter() - begun
             try:
                 task.token.run_sync_soon(task.done.set)

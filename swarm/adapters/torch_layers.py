@@ -4,7 +4,7 @@ The rule: nothing here depends on the slicing. A layer gets the same input, the 
 the same strides wherever the stage begins, and bad numbers are put down to the same layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +23,17 @@ from swarm.adapters.torch_numerics import (
     canonical,
     seed_of,
 )
-from swarm.adapters.torch_optimiser import make_optimiser
+from swarm.adapters.torch_optimiser import blank_memory, make_optimiser, memory_of
 from swarm.adapters.torch_profile import Survey, apply_layer
 from swarm.adapters.torch_slicing import Layer
+from swarm.adapters.torch_state import capture, check_alike, fill, read, values_of
 from swarm.adapters.weights import layer_bytes
 from swarm.core.model import ModelShape
 from swarm.core.reduction import buckets
 from swarm.core.schedule import learning_rate
 from swarm.core.totals import update_scale
 from swarm.errors import ModelError
+from swarm.ports import Buffer
 
 
 @dataclass(slots=True)
@@ -184,15 +186,59 @@ class StageLayers:
         self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
 
-    def state(self, number: int) -> bytes:
-        """Return the state of layer `number` as safetensors bytes. Raises ValueError."""
+    def weights(self, number: int) -> bytes:
+        """Return parameters and buffers of layer `number` as safetensors bytes, under the model's
+        own names. Raises ValueError."""
         if not self.first <= number < self.last:
             raise ValueError(f"layer {number} is not in [{self.first}, {self.last})")
         return layer_bytes(self._layers[number - self.first].state)
 
     def root_hash(self) -> bytes:
-        """Return SHA-256 over the SHA-256 of every layer's state (32 bytes)."""
-        return sha256(b"".join(sha256(self.state(n)) for n in range(self.first, self.last)))
+        """Return SHA-256 over the SHA-256 of every layer's weights (32 bytes)."""
+        return sha256(b"".join(sha256(self.weights(n)) for n in range(self.first, self.last)))
+
+    # --- the whole state --------------------------------------------------------------------
+
+    def snapshot(self) -> dict[int, bytes]:
+        """Return the whole state of every layer (`torch_state`), by number."""
+        return {layer.number: self._capture(layer) for layer in self._layers}
+
+    def restore(self, states: Mapping[int, Buffer]) -> None:
+        """Take over the state of every layer, into what has just been built.
+
+        Raises ValueError if it is not that of these layers; then this object is of no use."""
+        numbers = [layer.number for layer in self._layers]
+        if sorted(states) != numbers:
+            raise ValueError(f"states of layers {sorted(states)} instead of {numbers}")
+        for layer in self._layers:
+            found = read(layer, states[layer.number])
+            fill(values_of(layer), found.values)
+            for name, memory in found.memories.items():
+                self._remember(layer.owners[name], memory)
+        masters = self._masters.values()
+        if len({bool(memory_of(self._optimiser, master)) for master in masters}) > 1:
+            raise ValueError("the optimiser remembers some tensors and others not")
+        for layer in self._layers:
+            if self._capture(layer) != bytes(states[layer.number]):
+                raise ValueError(
+                    f"layer {layer.name!r} gives another state than it took: tied tensors differ"
+                )
+
+    def _capture(self, layer: Layer) -> bytes:
+        memories = {
+            name: memory_of(self._optimiser, self._masters[owner])
+            for name, owner in layer.owners.items()
+        }
+        return capture(layer, memories)
+
+    def _remember(self, owner: str, memory: Mapping[str, Tensor]) -> None:
+        """Give the optimiser its memory of a tensor."""
+        assert self._optimiser is not None
+        master = self._masters[owner]
+        blank = blank_memory(self._training.optimiser, master)
+        check_alike(memory, blank, f"the optimiser on {owner!r}")
+        fill(blank, memory)
+        self._optimiser.state[master] = blank
 
 
 def _use_counts(shape: ModelShape) -> dict[str, int]:

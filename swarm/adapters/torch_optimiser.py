@@ -1,9 +1,11 @@
 """torch's optimisers, in the one variant whose bits are the same everywhere.
 
 The rule: `foreach`, with the learning rate as a Python float (a fused step rounds otherwise).
+What an optimiser remembers of a tensor is made by its first step: before that there is nothing,
+and zeros would not be the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,3 +48,24 @@ def make_optimiser(spec: OptimiserSpec, tensors: Sequence[Tensor]) -> torch.opti
             evidence=(str(error),),
             hint="correct the table [optimiser]",
         ) from error
+
+
+def memory_of(optimiser: torch.optim.Optimizer | None, tensor: Tensor) -> dict[str, Tensor]:
+    """Return what the optimiser remembers of one of its tensors, by its own keys: live."""
+    if optimiser is None:
+        return {}
+    remembered: Mapping[str, Tensor | None] = optimiser.state.get(tensor, {})
+    return {key: value for key, value in remembered.items() if value is not None}
+
+
+def blank_memory(spec: OptimiserSpec, tensor: Tensor) -> dict[str, Tensor]:
+    """Return what the optimiser would remember of `tensor` after a step, to be filled in.
+
+    Keys, dtypes, devices and strides are those that a step makes; values mean nothing. ({} for
+    an optimiser without memory.)"""
+    twin = tensor.detach().clone().requires_grad_()
+    twin.grad = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    optimiser = make_optimiser(spec, [twin])
+    assert optimiser is not None
+    optimiser.step()
+    return memory_of(optimiser, twin)

@@ -6,7 +6,8 @@ gradient and its index enter accumulator and ledger in one call.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ from swarm.core.ledger import DoubleCount, Ledger
 from swarm.core.model import ModelShape, Profile
 from swarm.errors import ConfigError
 from swarm.ports import Buffer, Outcome, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a microbatch will put into the ledger, whatever becomes of it."""
+
+    index: int
+    weight: int
 
 
 class TorchStage:
@@ -72,22 +81,65 @@ class TorchStage:
         found = self._survey
         return Profile(found.shape, found.layers, found.numerics, _memory_bytes(self._settings))
 
+    # --- what is held -------------------------------------------------------------------------
+
     def build(self, stages: Sequence[tuple[int, int]], stage: int) -> bytes:
         """Hold the layers [first, last) of `stages[stage]` with initial weights, version 0."""
-        self._settings.apply()
-        model = self._load()
-        if self._survey is None:
-            self._survey = survey(model, self._training, self._settings, timed=False)
-        first, last = stages[stage]
-        if not 0 <= first < last <= len(model.names):
-            raise ValueError(f"no layers [{first}, {last}) in a model of {len(model.names)}")
-        layers = [model.layer(number, self._settings.device) for number in range(first, last)]
-        model.release()
-        held = StageLayers(self._training, self._settings, self._survey, layers, stages, stage)
-        self._held = held
-        self.version = 0
-        self._empty()
+        self._held = held = self._make(stages, stage)
         return held.root_hash()
+
+    def load(
+        self,
+        stages: Sequence[tuple[int, int]],
+        stage: int,
+        version: int,
+        layers: Mapping[int, Buffer],
+    ) -> None:
+        """Hold the layers of `stages[stage]` as `snapshot` gave them at `version`.
+
+        Raises ValueError if the bytes are not their state; then nothing is held."""
+        held = self._make(stages, stage)
+        held.restore(layers)
+        if version < 0:
+            raise ValueError(f"there is no version {version}")
+        self._held, self.version = held, version
+
+    def snapshot(self, version: int) -> dict[int, Buffer] | None:
+        """Return a copy of the state of every held layer (`torch_state`), by number; None if
+        another version is held, or nothing."""
+        if self._held is None or version != self.version:
+            return None
+        return {number: memoryview(data) for number, data in self._held.snapshot().items()}
+
+    def layer_state(self, layer: int) -> Buffer:
+        """Return a held layer's weights as safetensors bytes, under the model's own names."""
+        return memoryview(self._built().weights(layer))
+
+    def settle(self) -> bool:
+        """Drop activations; return whether the reduced gradient of the step in hand is whole."""
+        self._passes.clear()
+        return self._held is not None and self._held.gradients.whole
+
+    def discard(self) -> None:
+        """Empty accumulator and ledger."""
+        self._built().gradients.clear()
+        with self._ledger_lock:
+            self.ledger.clear()
+
+    def gradient(self, step: int) -> dict[int, Buffer] | None:
+        """Return a copy of a whole reduced gradient: of the step in hand or the one before."""
+        if self._held is None:
+            return None
+        if step == self.version:
+            return self._held.gradients.reduced()
+        return self._held.gradients.committed() if step == self.version - 1 else None
+
+    def load_gradient(self, step: int, buckets: Mapping[int, Buffer]) -> None:
+        """Take the whole reduced gradient of the step in hand."""
+        held = self._built()
+        if step != self.version:
+            raise ValueError(f"a gradient of step {step} at version {self.version}")
+        held.gradients.load(buckets)
 
     # --- microbatches ---------------------------------------------------------------------------
 
@@ -103,7 +155,9 @@ class TorchStage:
         self._passes[mb] = passed
         return Outcome(encode(passed.output))
 
-    def backward(self, mb: Microbatch, gradient: Buffer, weight: int) -> Outcome:
+    def backward(
+        self, mb: Microbatch, gradient: Buffer, weight: int, accumulate: bool = True
+    ) -> Outcome:
         """Take the gradient of the output; accumulate; return the gradient of the input.
 
         Where numbers go non-finite or too large nothing is accumulated, and the ledger gets the
@@ -113,11 +167,18 @@ class TorchStage:
         if mb not in self._passes:
             raise ValueError(f"no forward of {mb} is waiting for its backward")
         cotangent = decode(gradient, self.shape.layers[held.last - 1].output, self._settings.device)
-        self._refuse_double(mb)
+        entry = self._entry(mb, weight, accumulate)
         passed = self._passes.pop(mb)
-        return Outcome(*self._account(held, mb, passed, passed.output, cotangent, weight, 0.0))
+        return Outcome(*self._account(held, passed, passed.output, cotangent, entry))
 
-    def turn(self, mb: Microbatch, inputs: Buffer, targets: Buffer, weight: int) -> Turn:
+    def turn(
+        self,
+        mb: Microbatch,
+        inputs: Buffer,
+        targets: Buffer,
+        weight: int,
+        accumulate: bool = True,
+    ) -> Turn:
         """Last stage: forward, loss, backward, accumulate.
 
         Non-finite numbers as in `backward`; a bad loss is put down to "loss". Raises DoubleCount.
@@ -125,7 +186,7 @@ class TorchStage:
         held = self._begin(mb)
         hidden = self._decode_input(held, inputs)
         target = decode_batch(targets, self._target, self._settings.device, ignorable=True)
-        self._refuse_double(mb)
+        entry = self._entry(mb, weight, accumulate)
         passed = held.run(mb, hidden)
         layer = passed.record.first_bad()
         if not layer:
@@ -133,17 +194,16 @@ class TorchStage:
             passed.record.see(0, "loss", loss)
             layer = passed.record.first_bad()
         if layer:
-            self._enter(mb, weight, nonfinite=layer)
+            self._enter(entry, nonfinite=layer)
             return Turn(None, layer)
-        loss_sum = float(loss.item())
-        return Turn(*self._account(held, mb, passed, loss, None, weight, loss_sum))
+        return Turn(*self._account(held, passed, loss, None, entry, float(loss.item())))
 
-    def flag(self, mb: Microbatch, layer: str, weight: int) -> None:
+    def flag(self, mb: Microbatch, layer: str, weight: int, accumulate: bool = True) -> None:
         """Enter a non-finite microbatch, adding nothing. Raises DoubleCount."""
         self._begin(mb)
-        self._refuse_double(mb)
+        entry = self._entry(mb, weight, accumulate)
         self._passes.pop(mb, None)
-        self._enter(mb, weight, nonfinite=layer)
+        self._enter(entry, nonfinite=layer)
 
     # --- the end of a step ------------------------------------------------------------------------
 
@@ -151,9 +211,13 @@ class TorchStage:
         """Return elements [start, stop) of an accumulator (a view, valid until `commit`)."""
         return self._built().gradients.part(bucket, start, stop)
 
+    def begin_reduction(self) -> None:
+        """Forget what has been reduced of the step in hand."""
+        self._built().gradients.begin()
+
     def reduce(self, bucket: int, start: int, stop: int, parts: Sequence[Buffer | None]) -> Buffer:
         """Sum parts in order into the reduced gradient; return the sum (a view, valid until the
-        next reduction)."""
+        next reduction of this step, or of the one after the next)."""
         return self._built().gradients.reduce(bucket, start, stop, parts)
 
     def gather(self, bucket: int, start: int, stop: int, shard: Buffer) -> None:
@@ -180,12 +244,11 @@ class TorchStage:
             return
         if totals.verdict == "apply":
             held.update(step, totals)
-        self._empty()
+        self._passes.clear()
+        held.gradients.advance()
+        with self._ledger_lock:
+            self.ledger.clear()
         self.version = step + 1
-
-    def layer_state(self, layer: int) -> Buffer:
-        """Return a held layer's state as safetensors bytes, under the model's own names."""
-        return memoryview(self._built().state(layer))
 
     def ledger_copy(self) -> Ledger:
         """Return the ledger as it is now; may be called from any thread."""
@@ -198,6 +261,24 @@ class TorchStage:
         if self._model is None:
             self._model = load_model(self._training)
         return self._model
+
+    def _make(self, stages: Sequence[tuple[int, int]], stage: int) -> StageLayers:
+        """Drop what is held; return a stage with its initial weights."""
+        self._settings.apply()
+        model = self._load()
+        first, last = stages[stage]
+        if not 0 <= first < last <= len(model.names):
+            raise ValueError(f"no layers [{first}, {last}) in a model of {len(model.names)}")
+        self._held = None
+        self.version = 0
+        self._passes.clear()
+        with self._ledger_lock:
+            self.ledger.clear()
+        if self._survey is None:
+            self._survey = survey(model, self._training, self._settings, timed=False)
+        layers = [model.layer(number, self._settings.device) for number in range(first, last)]
+        model.release()
+        return StageLayers(self._training, self._settings, self._survey, layers, stages, stage)
 
     def _built(self) -> StageLayers:
         if self._held is None:
@@ -221,38 +302,35 @@ class TorchStage:
     def _account(
         self,
         held: StageLayers,
-        mb: Microbatch,
         passed: Pass,
         root: Tensor,
         cotangent: Tensor | None,
-        weight: int,
-        loss_sum: float,
+        entry: _Entry | None,
+        loss_sum: float = 0.0,
     ) -> tuple[Buffer | None, str]:
         """Differentiate; accumulate and enter, or enter a flag; return gradient and flag."""
         found = held.differentiate(passed, root, cotangent)
         if found.bad_layer:
-            self._enter(mb, weight, nonfinite=found.bad_layer)
+            self._enter(entry, nonfinite=found.bad_layer)
             return None, found.bad_layer
-        held.gradients.accumulate(found.additions)
-        self._enter(mb, weight, loss_sum=loss_sum)
+        if entry is not None:
+            held.gradients.accumulate(found.additions)
+            self._enter(entry, loss_sum=loss_sum)
         gradient = found.input_gradient
         return (None if gradient is None else encode(gradient)), ""
 
-    def _refuse_double(self, mb: Microbatch) -> None:
+    def _entry(self, mb: Microbatch, weight: int, accumulate: bool) -> _Entry | None:
+        """Return what is to be entered into the ledger, if anything. Raises DoubleCount."""
+        if not accumulate:
+            return None
         if mb.index in self.ledger:
             raise DoubleCount(f"index {mb.index} is in the ledger already")
+        return _Entry(mb.index, weight)
 
-    def _enter(
-        self, mb: Microbatch, weight: int, *, loss_sum: float = 0.0, nonfinite: str = ""
-    ) -> None:
-        with self._ledger_lock:
-            self.ledger.add(mb.index, weight, loss_sum=loss_sum, nonfinite=nonfinite)
-
-    def _empty(self) -> None:
-        self._passes.clear()
-        self._built().gradients.clear()
-        with self._ledger_lock:
-            self.ledger.clear()
+    def _enter(self, entry: _Entry | None, *, loss_sum: float = 0.0, nonfinite: str = "") -> None:
+        if entry is not None:
+            with self._ledger_lock:
+                self.ledger.add(entry.index, entry.weight, loss_sum=loss_sum, nonfinite=nonfinite)
 
 
 def check_device(device: str) -> None:

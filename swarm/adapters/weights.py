@@ -6,6 +6,7 @@ The rule: equal weights give equal bytes.
 import hashlib
 from collections.abc import Mapping, Sequence
 
+import safetensors
 import safetensors.torch
 from torch import Tensor
 
@@ -17,6 +18,14 @@ def layer_bytes(state: Mapping[str, Tensor]) -> bytes:
     return safetensors.torch.save(_plain(state))
 
 
+def read_tensors(data: bytes | bytearray | memoryview) -> dict[str, Tensor]:
+    """Return the named tensors of safetensors bytes, on the CPU. Raises ValueError."""
+    try:
+        return safetensors.torch.load(bytes(data))
+    except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype torch has not
+        raise ValueError(f"no safetensors: {error}") from error
+
+
 def merge(layer_states: Sequence[bytes | bytearray | memoryview]) -> bytes:
     """Return the exported file: the states of all layers, under the model's own names.
 
@@ -26,7 +35,7 @@ def merge(layer_states: Sequence[bytes | bytearray | memoryview]) -> bytes:
     """
     merged: dict[str, Tensor] = {}
     for data in layer_states:
-        for name, tensor in safetensors.torch.load(bytes(data)).items():
+        for name, tensor in read_tensors(data).items():
             known = merged.setdefault(name, tensor)
             if known is not tensor and layer_bytes({name: known}) != layer_bytes({name: tensor}):
                 raise ExportError(

@@ -15,7 +15,6 @@ from protocol.messages import (
     Commit,
     Flag,
     LedgerReport,
-    Missing,
     Prepared,
     Report,
     Resume,
@@ -23,19 +22,25 @@ from protocol.messages import (
 )
 from protocol.records import Training
 from protocol.signing import PeerId
-from swarm.core.ledger import bitmap_of
-from swarm.core.step import Effect, Role, Send, Trouble, replicas_of, workers_of
+from swarm.core.effects import Send
+from swarm.core.ledger import mask_of
+from swarm.core.settlement import NoHolder, settle
+from swarm.core.step import Effect, Mishap, Role, Trouble, audience_of, replicas_of
 from swarm.core.totals import totals_of
 
 
 class GroupCoordinator:
     """Watches the ledgers of one stage: when they partition the step, the reduction starts."""
 
-    def __init__(self, role: Role, training: Training, version: int = 0) -> None:
+    def __init__(self, role: Role, training: Training) -> None:
         self._role = role
         self._microbatches = training.microbatches_per_step
         self._reports: dict[PeerId, LedgerReport] = {}
-        self._step = version
+        self._step = -1
+
+    def resume(self, step: int, *, prepared: bool) -> None:
+        """The step in hand is `step`; where the stage is prepared, ledgers of the next count."""
+        self._step = step + 1 if prepared else step
 
     def ledger(self, sender: PeerId, message: LedgerReport) -> list[Effect]:
         """Take in a replica's ledger. In one epoch and step a ledger only grows, so an older
@@ -52,7 +57,7 @@ class GroupCoordinator:
             raise RemoteProtocolError(
                 f"{sender} reports a ledger of step {message.step}, {self._step} is in hand"
             )
-        before = _mask(self._reports[sender].bitmap) if sender in self._reports else 0
+        before = mask_of(self._reports[sender].bitmap) if sender in self._reports else 0
         if indices | before not in (indices, before):
             raise RemoteProtocolError(
                 f"the ledger of {sender} has lost {_named(before & ~indices)}"
@@ -63,7 +68,7 @@ class GroupCoordinator:
         return self._check()
 
     def _indices(self, sender: PeerId, message: LedgerReport) -> int:
-        size, indices = (self._microbatches + 7) // 8, _mask(message.bitmap)
+        size, indices = (self._microbatches + 7) // 8, mask_of(message.bitmap)
         if len(message.bitmap) != size or indices >> self._microbatches:
             raise RemoteProtocolError(
                 f"ledger of {sender}: {len(message.bitmap)} bytes, {indices.bit_length()} bits "
@@ -74,7 +79,7 @@ class GroupCoordinator:
     def _check(self) -> list[Effect]:
         seen = 0
         for sender in sorted(self._reports):
-            indices = _mask(self._reports[sender].bitmap)
+            indices = mask_of(self._reports[sender].bitmap)
             if seen & indices:
                 return [
                     Trouble(
@@ -107,31 +112,60 @@ class StepCoordinator:
     training: Training
     counted: Sequence[int]
     """How many tensors each stage counts in the norm."""
+    tied: Sequence[Sequence[int]] = ()
+    """Groups of stages that reduce tensors together."""
     _reports: dict[PeerId, Report] = field(default_factory=dict)
     _prepared: dict[PeerId, Prepared] = field(default_factory=dict)
     _step: int = -1
+    _without_leavers: bool = False
 
-    def report(self, sender: PeerId, message: Report) -> list[Effect]:
-        """Take in what a replica holds; with the last one, let the step in hand go on."""
-        replicas = self._replicas()
-        if sender not in replicas:
+    @property
+    def awaited(self) -> tuple[PeerId, ...]:
+        """Return the replicas whose Reports are missing; () once Resume has been sent."""
+        if self._step >= 0:
+            return ()
+        return tuple(peer for peer in self._replicas() if peer not in self._reports)
+
+    def report(self, sender: PeerId, message: Report) -> list[Effect | NoHolder]:
+        """Take in what a member holds; with the last one, let the step in hand go on.
+
+        Raises RemoteProtocolError if `sender` has nothing to report."""
+        if sender not in (*self._replicas(), *self._leavers()):
             raise RemoteProtocolError(f"{sender} reports and hosts no stage")
+        self._check_bitmaps(sender, message)
         self._reports[sender] = message
-        if self._step >= 0 or set(self._reports) != set(replicas):
+        return self._resume()
+
+    def go_without_leavers(self) -> list[Effect | NoHolder]:
+        """Leavers had their time to report."""
+        self._without_leavers = True
+        return self._resume()
+
+    def _resume(self) -> list[Effect | NoHolder]:
+        awaited = set(self._replicas())
+        if not self._without_leavers:
+            awaited |= set(self._leavers())
+        if self._step >= 0 or awaited - set(self._reports):
             return []
-        trouble = self._disagreement()
-        if trouble:
-            return [Trouble(trouble)]
-        self._step = self._reports[sender].held[0].version
-        everything = bitmap_of(
-            range(self.training.microbatches_per_step), self.training.microbatches_per_step
-        )
+        count = self.training.microbatches_per_step
+        settled = settle(self.role.body, self.role.lineage, count, self._reports, self.tied)
+        if isinstance(settled, NoHolder):
+            return [settled]
+        self._step = settled.step
         resume = Resume(
-            fence=self.role.fence,
-            step=self._step,
-            missing=tuple(Missing(stage, everything) for stage in range(len(self.counted))),
+            fence=self.role.fence, step=settled.step, totals=settled.totals, stages=settled.stages
         )
-        return [Send(peer, resume) for peer in workers_of(self.role.body)]
+        errors: list[Effect | NoHolder] = [Mishap(error) for error in settled.errors]
+        return errors + [Send(peer, resume) for peer in audience_of(self.role.body)]
+
+    def _check_bitmaps(self, sender: PeerId, message: Report) -> None:
+        count = self.training.microbatches_per_step
+        for held in message.held:
+            if len(held.bitmap) != (count + 7) // 8 or mask_of(held.bitmap) >> count:
+                raise RemoteProtocolError(
+                    f"{sender} reports a ledger of {len(held.bitmap)} bytes for {count} "
+                    "microbatches"
+                )
 
     def prepared(self, sender: PeerId, message: Prepared) -> list[Effect]:
         """Take in that a replica is prepared; with the last one, let everybody commit.
@@ -166,7 +200,7 @@ class StepCoordinator:
         commit = Commit(fence=self.role.fence, step=self._step, totals=totals)
         self._prepared = {}
         self._step += 1
-        return [Send(peer, commit) for peer in workers_of(self.role.body)]
+        return [Send(peer, commit) for peer in audience_of(self.role.body)]
 
     def _checked_stage(self, message: Prepared) -> int:
         if message.stage >= len(self.counted):
@@ -179,23 +213,8 @@ class StepCoordinator:
     def _group(self, stage: int) -> tuple[PeerId, ...]:
         return replicas_of(self.role.body, stage)
 
-    def _disagreement(self) -> str:
-        """Return what keeps the reports from being one state, or ""."""
-        versions = set()
-        for number, stage in enumerate(self.role.body.stages):
-            hashes = set()
-            for member in stage.replicas:
-                held = self._reports[member.peer].held
-                if len(held) != 1 or (held[0].first, held[0].last) != (stage.first, stage.last):
-                    return f"{member.peer} does not hold stage {number}"
-                versions.add(held[0].version)
-                hashes.add(held[0].root_hash)
-            if len(hashes) != 1:
-                seen = ", ".join(sorted(each.hex()[:16] for each in hashes))
-                return f"replicas of stage {number} hold different weights: {seen}"
-        if len(versions) != 1:
-            return f"stages hold versions {sorted(versions)}"
-        return ""
+    def _leavers(self) -> list[PeerId]:
+        return [member.peer for member in self.role.body.leavers]
 
     def _split_gradient(self) -> str:
         """Return why the replicas of a stage are not prepared with one gradient, or ""."""
@@ -211,11 +230,6 @@ class StepCoordinator:
             if len(said) != 1:
                 return f"step {self._step}: replicas of stage {stage} reduced different gradients"
         return ""
-
-
-def _mask(bitmap: bytes) -> int:
-    """Return a bitmap as a number whose bit i is index i."""
-    return int.from_bytes(bitmap, "little")
 
 
 def _named(mask: int) -> str:

@@ -97,3 +97,8 @@ def indices_of(bitmap: bytes, microbatches: int) -> tuple[int, ...]:
     if indices and indices[-1] >= microbatches:
         raise ValueError(f"bitmap has index {indices[-1]} of {microbatches} microbatches")
     return indices
+
+
+def mask_of(bitmap: bytes) -> int:
+    """Return a bitmap as a number whose bit i is index i."""
+    return int.from_bytes(bitmap, "little")

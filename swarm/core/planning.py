@@ -1,6 +1,7 @@
-"""The founder's first plan: who hosts which stage, who feeds, how they are wired.
+"""The first plan, and what all plans are made of: stages, feeders, wiring, predicted seconds.
 
-All members are given work. The number of stages minimises the predicted seconds per step,
+All members are given work, or stand by where the manifest limits the replicas of a stage. The
+number of stages minimises the predicted seconds per step,
 `sum(stage seconds) + (M - 1) * max(stage seconds / replicas)`: fill and drain of one microbatch,
 then the slowest stage group. Bandwidth is not part of this model, so it prefers the fewest stages
 that fit into memory; whoever knows better says how many.
@@ -9,18 +10,25 @@ that fit into memory; whoever knows better says how many.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
+from protocol.messages import Heartbeat
 from protocol.records import (
     Completed,
     FeederPlan,
     JoinRequest,
     LayerProfile,
     Member,
+    PeerRecord,
     PlanBody,
     Signed,
     StagePlan,
+    StandbyPlan,
     Training,
     clip,
+    decode_record,
 )
+from protocol.signing import PeerId
 from swarm.core.slicing import balanced_cuts, ranges_of
 from swarm.errors import NoFeasiblePlan
 
@@ -31,6 +39,8 @@ class Candidate:
 
     record: Signed
     request: JoinRequest
+    signed_request: Signed
+    """The request as it was signed."""
 
     @property
     def member(self) -> Member:
@@ -58,24 +68,26 @@ def first_plan(training: Training, candidates: Sequence[Candidate], stages: int 
         _option(training, seconds, len(candidates), count, even=bool(wanted)) for count in counts
     ]
     fitting = _fitting(training, candidates, options)
-    step_seconds, ranges, replicas = min(fitting, key=lambda option: option[0])
-    groups = _groups(candidates, replicas)
-    stage_plans = tuple(
-        StagePlan(
-            first=first,
-            last=last,
-            replicas=tuple(each.member for each in group),
-            shares=(1,) * len(group),
-            output=layers[last - 1].output,
-        )
-        for (first, last), group in zip(ranges, groups, strict=True)
-    )
-    feeders = _feeders(candidates, groups[0])
+    step_seconds, ranges, sizes = min(fitting, key=lambda option: option[0])
+    groups = _groups(candidates, sizes)
+    limit = replica_limit(training) or len(candidates)
+    hosts = [[each.member for each in group[:limit]] for group in groups]
+    feeders = feeders_of(candidates, hosts)
     return PlanBody(
         members=tuple(each.record for each in candidates),
-        stages=stage_plans,
+        requests=tuple(each.signed_request for each in candidates),
+        stages=tuple(
+            stage_plan(candidates[0].request.layers, first, last, group)
+            for (first, last), group in zip(ranges, hosts, strict=True)
+        ),
         feeders=feeders,
-        wiring=_even_wiring(len(feeders), [len(group) for group in groups]),
+        wiring=even_wiring(len(feeders), [len(group) for group in hosts]),
+        standby=tuple(
+            StandbyPlan(each.member, stage)
+            for stage, group in enumerate(groups)
+            for each in group[limit:]
+        ),
+        leavers=(),
         step_seconds=step_seconds,
         completed=None,
         ended=False,
@@ -87,8 +99,9 @@ def first_plan(training: Training, candidates: Sequence[Candidate], stages: int 
 
 def completing_plan(current: PlanBody, completed: Completed, *, ended: bool) -> PlanBody:
     """Return the current plan with equal roles, naming a version that all stages hold durably."""
-    return _same_roles(
+    return replace(
         current,
+        leavers=(),
         completed=completed,
         ended=ended,
         halted="",
@@ -100,25 +113,116 @@ def completing_plan(current: PlanBody, completed: Completed, *, ended: bool) -> 
 def halting_plan(current: PlanBody, halted: str) -> PlanBody:
     """Return the current plan with equal roles, saying why training stands still for good."""
     halted = clip(halted)
-    return _same_roles(
-        current, completed=current.completed, ended=False, halted=halted, reason=halted
+    return replace(current, ended=False, halted=halted, reason=halted)
+
+
+def candidates_of(body: PlanBody) -> dict[PeerId, Candidate]:
+    """Return what the members of a plan said of themselves, in order of peer.
+
+    Signatures are not checked again: they were before the plan was certified.
+    """
+    pairs = zip(body.members, body.requests, strict=True)
+    found = (
+        Candidate(record, decode_record(request.payload, JoinRequest), request)
+        for record, request in pairs
+    )
+    return {each.request.peer: each for each in found}
+
+
+def members_of(body: PlanBody) -> tuple[Member, ...]:
+    """Return the members of a plan, in order of peer."""
+    records = (decode_record(signed.payload, PeerRecord) for signed in body.members)
+    return tuple(Member(record.peer, record.boot) for record in records)
+
+
+def evicted(before: PlanBody, after: PlanBody) -> tuple[Member, ...]:
+    """Return the members of `before` that are none of `after`, in order of peer."""
+    kept = set(members_of(after))
+    return tuple(member for member in members_of(before) if member not in kept)
+
+
+def is_ready(heartbeat: Heartbeat, member: Member, stage: int, lineage: int, version: int) -> bool:
+    """Return whether a member says that it can take part in `stage` at once.
+
+    `version` is the newest known: who is one behind gets there with the group's totals."""
+    return (
+        heartbeat.boot == member.boot
+        and heartbeat.state == "ready"
+        and (heartbeat.stage, heartbeat.lineage) == (stage, lineage)
+        and heartbeat.version >= version - 1
     )
 
 
-def _same_roles(
-    current: PlanBody, *, completed: Completed | None, ended: bool, halted: str, reason: str
-) -> PlanBody:
-    return PlanBody(
-        members=current.members,
-        stages=current.stages,
-        feeders=current.feeders,
-        wiring=current.wiring,
-        step_seconds=current.step_seconds,
-        completed=completed,
-        ended=ended,
-        halted=halted,
-        reason=reason,
+def predicted_step_seconds(
+    training: Training, candidates: Sequence[Candidate], stages: Sequence[StagePlan]
+) -> float:
+    """Return the predicted seconds per step of these stages, by the model of this module.
+
+    A layer takes the median of what all `candidates` measured.
+    """
+    seconds = _layer_seconds(candidates)
+    loads = [sum(seconds[stage.first : stage.last]) for stage in stages]
+    return _step_seconds(training, loads, [len(stage.replicas) for stage in stages])
+
+
+def stage_plan(
+    layers: Sequence[LayerProfile], first: int, last: int, replicas: Sequence[Member]
+) -> StagePlan:
+    """Return layers [first, last) hosted by `replicas`, with even shares in the reduction."""
+    return StagePlan(
+        first=first,
+        last=last,
+        replicas=tuple(replicas),
+        shares=(1,) * len(replicas),
+        output=layers[last - 1].output,
     )
+
+
+def feeders_of(
+    candidates: Sequence[Candidate], hosts: Sequence[Sequence[Member]]
+) -> tuple[FeederPlan, ...]:
+    """Return who feeds, in order of peer; nobody if nobody has the data.
+
+    Replicas of stage 0 feed if they hold the data: their inputs then stay on the machine.
+    Else other replicas that hold it, else any member.
+    """
+    holders = [each.member for each in candidates if each.request.data_digest]
+    everybody = [member for group in hosts for member in group]
+    for choice in (hosts[0], everybody, holders):
+        feeding = sorted((each for each in holders if each in choice), key=lambda each: each.peer)
+        if feeding:
+            return tuple(FeederPlan(member, 1) for member in feeding)
+    return ()
+
+
+def even_wiring(feeders: int, replicas: Sequence[int]) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Return wiring by which every source sends equally much to all replicas of a stage."""
+    sources = [feeders, *replicas[:-1]]
+    return tuple(
+        tuple((1.0 / targets,) * targets for _ in range(count))
+        for count, targets in zip(sources, replicas, strict=True)
+    )
+
+
+def replica_limit(training: Training) -> int | None:
+    """Return how many replicas a stage has at most; None if there is no limit."""
+    return training.slicing.max_replicas or None
+
+
+def state_bytes(training: Training, parameter_bytes: int) -> int:
+    """Return how much memory a stage's state takes, activations not counted.
+
+    Weights and the gradient that the optimiser gets; its moments; accumulator and reduced gradient,
+    of 8 bytes per float32 parameter in exact mode."""
+    exact = training.execution.determinism == "exact"
+    moments = 1 if training.optimiser.name == "sgd" else 2
+    return parameter_bytes * (2 + moments + (4 if exact else 2))
+
+
+def stage_bytes(training: Training, request: JoinRequest, first: int, last: int) -> int:
+    """Return how much memory the state of layers [first, last) takes."""
+    layers = request.layers[first:last]
+    return state_bytes(training, sum(layer.parameter_bytes for layer in layers))
 
 
 def _layer_seconds(candidates: Sequence[Candidate]) -> list[float]:
@@ -160,32 +264,18 @@ def _check_feasible(
         )
 
 
-def state_bytes(training: Training, parameter_bytes: int) -> int:
-    """Return how much memory a stage's state takes, activations not counted.
-
-    Weights and the gradient that the optimiser gets; its moments; accumulator and reduced gradient,
-    of 8 bytes per float32 parameter in exact mode."""
-    exact = training.execution.determinism == "exact"
-    moments = 1 if training.optimiser.name == "sgd" else 2
-    return parameter_bytes * (2 + moments + (4 if exact else 2))
-
-
 _Option = tuple[float, tuple[tuple[int, int], ...], list[int]]
-"""Seconds per step, [first, last) of every stage, replicas of every stage."""
+"""Seconds per step, [first, last) of every stage, peers of every stage."""
 
 
 def _fitting(
     training: Training, candidates: Sequence[Candidate], options: Sequence[_Option]
 ) -> list[_Option]:
     """Return the options whose every stage fits into the smallest peer's memory."""
-    layers = candidates[0].request.layers
     smallest = min(candidates, key=lambda each: each.request.memory_bytes).request
 
     def largest_stage(option: _Option) -> int:
-        return max(
-            state_bytes(training, sum(layer.parameter_bytes for layer in layers[first:last]))
-            for first, last in option[1]
-        )
+        return max(stage_bytes(training, smallest, first, last) for first, last in option[1])
 
     fitting = [each for each in options if largest_stage(each) <= smallest.memory_bytes]
     if not fitting:
@@ -201,20 +291,35 @@ def _fitting(
 def _option(
     training: Training, seconds: Sequence[float], peers: int, count: int, *, even: bool
 ) -> _Option:
-    """Return (seconds per step, ranges, replicas per stage) for a number of stages."""
+    """Return (seconds per step, ranges, peers per stage) for a number of stages."""
     cuts = training.slicing.cuts or balanced_cuts(seconds, count)
     ranges = ranges_of(cuts, len(seconds))
     loads = [sum(seconds[first:last]) for first, last in ranges]
+    limit = replica_limit(training) or peers
     if even:
-        replicas = [peers // count + (stage < peers % count) for stage in range(count)]
+        sizes = [peers // count + (stage < peers % count) for stage in range(count)]
     else:
-        replicas = [1] * count
-        for _ in range(peers - count):
-            slowest = max(range(count), key=lambda stage: (loads[stage] / replicas[stage], -stage))
-            replicas[slowest] += 1
+        sizes = _sizes(loads, peers, limit)
+    working = [min(size, limit) for size in sizes]
+    return _step_seconds(training, loads, working), ranges, sizes
+
+
+def _sizes(loads: Sequence[float], peers: int, limit: int) -> list[int]:
+    """Give each further peer to the slowest stage; once all are full, to the smallest group."""
+    sizes = [1] * len(loads)
+    for _ in range(peers - len(loads)):
+        growing = [stage for stage, size in enumerate(sizes) if size < limit]
+        if growing:
+            chosen = max(growing, key=lambda stage: (loads[stage] / sizes[stage], -stage))
+        else:
+            chosen = sizes.index(min(sizes))
+        sizes[chosen] += 1
+    return sizes
+
+
+def _step_seconds(training: Training, loads: Sequence[float], replicas: Sequence[int]) -> float:
     bottleneck = max(load / number for load, number in zip(loads, replicas, strict=True))
-    step_seconds = sum(loads) + (training.microbatches_per_step - 1) * bottleneck
-    return step_seconds, ranges, replicas
+    return sum(loads) + (training.microbatches_per_step - 1) * bottleneck
 
 
 def _groups(candidates: Sequence[Candidate], replicas: Sequence[int]) -> list[list[Candidate]]:
@@ -226,23 +331,3 @@ def _groups(candidates: Sequence[Candidate], replicas: Sequence[int]) -> list[li
         groups.append(ordered[start : start + number])
         start += number
     return groups
-
-
-def _feeders(
-    candidates: Sequence[Candidate], first_group: Sequence[Candidate]
-) -> tuple[FeederPlan, ...]:
-    """Replicas of stage 0 feed if they hold the data: their inputs then stay on the machine."""
-    holders = [each for each in first_group if each.request.data_digest]
-    if not holders:
-        holders = [each for each in candidates if each.request.data_digest]
-    return tuple(FeederPlan(each.member, 1) for each in holders)
-
-
-def _even_wiring(
-    feeders: int, replicas: Sequence[int]
-) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    sources = [feeders, *replicas[:-1]]
-    return tuple(
-        tuple((1.0 / targets,) * targets for _ in range(count))
-        for count, targets in zip(sources, replicas, strict=True)
-    )

@@ -1,43 +1,47 @@
 """The life of a step in one replica, sans-IO, by the messages of one epoch.
 
-    waiting -(Resume)-> filling -(StartReduction)-> reducing -> prepared -(Commit)-> filling
+    waiting -(Resume)-> recovering -> filling -(StartReduction)-> reducing -> prepared
+    prepared -(Commit)-> committing -> filling
 
-with version + 1, until the last step (finished) or a halting verdict (halted). What the others
-are doing meanwhile is in coordinators.py. The rule: nobody updates before everybody is prepared.
+with version + 1, until the last step (finished) or a halting verdict (halted). A replica that has
+reported while it was prepared may go from recovering to prepared at once. What the others are doing
+meanwhile is in coordinators.py. The rule: nobody updates before everybody is prepared.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import (
     MAX_FLAGS,
+    Account,
     Commit,
     Fence,
     LedgerReport,
-    Message,
     Prepared,
     Resume,
+    Settlement,
     StartReduction,
     Totals,
 )
 from protocol.records import Member, PlanBody, Training
 from protocol.signing import PeerId
+from swarm.core.effects import Send
+from swarm.core.holding import Holding
 from swarm.core.ledger import Ledger
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send `message` to `peer` (which may be this peer itself)."""
-
-    peer: PeerId
-    message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """Something that training cannot go on with; `reason` is for people."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mishap:
+    """Something that should not have happened and that training goes on after."""
 
     reason: str
 
@@ -57,13 +61,32 @@ class Apply:
     totals: Totals
 
 
-Effect = Send | Trouble | Reduce | Apply
+@dataclass(frozen=True, slots=True)
+class Recover:
+    """Get this replica to the step in hand, in this order, and say `recovered`."""
+
+    step: int
+    settlement: Settlement
+    commit: Totals | None
+    """Commit step - 1 first: this replica is prepared for it."""
+    fetch_state: bool
+    """Fetch the state at version `step`."""
+    fetch_gradient: bool
+    """Fetch the reduced gradient of the step in hand."""
+    keep_gradient: bool
+    """The reduced gradient that this replica holds counts."""
+    discard: bool
+    """Empty the accumulator and the ledger."""
+
+
+Effect = Send | Trouble | Mishap | Reduce | Apply | Recover
 
 
 class ReplicaState(Enum):
     """Where a replica is in the step in hand."""
 
     WAITING = "waiting"
+    RECOVERING = "recovering"
     FILLING = "filling"
     REDUCING = "reducing"
     PREPARED = "prepared"
@@ -79,6 +102,7 @@ class Role:
     body: PlanBody
     me: Member
     fence: Fence
+    lineage: int = 0
 
     @property
     def stage(self) -> int:
@@ -99,10 +123,10 @@ class Role:
         return self.stage == len(self.body.stages) - 1
 
 
-def role_of(body: PlanBody, me: Member, fence: Fence) -> Role | None:
+def role_of(body: PlanBody, me: Member, fence: Fence, lineage: int) -> Role | None:
     """Return the replica role of `me`, or None if the plan gives it none."""
     if any(me in stage.replicas for stage in body.stages):
-        return Role(body, me, fence)
+        return Role(body, me, fence, lineage)
     return None
 
 
@@ -121,6 +145,13 @@ def step_coordinator_of(body: PlanBody) -> PeerId:
     return body.stages[0].replicas[0].peer
 
 
+def audience_of(body: PlanBody) -> tuple[PeerId, ...]:
+    """Return who hears how the steps go on: workers, standbys and leavers, sorted."""
+    standby = {each.member.peer for each in body.standby}
+    leavers = {member.peer for member in body.leavers}
+    return tuple(sorted({*workers_of(body), *standby, *leavers}))
+
+
 def workers_of(body: PlanBody) -> tuple[PeerId, ...]:
     """Return all replicas and feeders, each once, sorted."""
     replicas = {member.peer for stage in body.stages for member in stage.replicas}
@@ -130,22 +161,58 @@ def workers_of(body: PlanBody) -> tuple[PeerId, ...]:
 class ReplicaStep:
     """One replica's progress through the steps of one epoch."""
 
-    def __init__(self, role: Role, training: Training, version: int = 0) -> None:
+    def __init__(self, role: Role, training: Training, holding: Holding | None = None) -> None:
+        """`holding` is what this replica holds of its stage, None if that is nothing."""
         self._role = role
         self._training = training
-        self._account: StartReduction | None = None
         self._early: StartReduction | None = None
+        self.holding = holding
         self.state = ReplicaState.WAITING
-        self.version = version
+        self.version = holding.version if holding is not None else 0
+        """The step in hand; from Resume on the swarm's, not only this replica's."""
+
+    @property
+    def is_working(self) -> bool:
+        """Return whether Resume has come and this replica is at the step in hand."""
+        return self.state not in (ReplicaState.WAITING, ReplicaState.RECOVERING)
 
     def resume(self, message: Resume) -> list[Effect]:
-        """All have reported: work on the step that the swarm has in hand."""
+        """All have reported: get to the step that the swarm has in hand."""
         if self.state is not ReplicaState.WAITING:
             return []
-        if message.step != self.version:
-            return [Trouble(f"step {message.step} is in hand, this peer holds {self.version}")]
-        self.state = ReplicaState.FILLING
-        return self._start_early()
+        if self._role.stage >= len(message.stages):
+            return [Trouble(f"Resume settles {len(message.stages)} stages, this is another")]
+        self.state = ReplicaState.RECOVERING
+        self.version = message.step
+        settlement = message.stages[self._role.stage]
+        me, held = self._role.me.peer, self.holding
+        same = held is not None and held.lineage == self._role.lineage and me in settlement.donors
+        current = same and held is not None and held.version == message.step
+        commit = None if current or not same else message.totals
+        keep = current and me in settlement.prepared
+        return [
+            Recover(
+                step=message.step,
+                settlement=settlement,
+                commit=commit,
+                fetch_state=not current and commit is None,
+                fetch_gradient=bool(settlement.prepared) and not keep,
+                keep_gradient=keep,
+                discard=me in settlement.discards,
+            )
+        ]
+
+    def recovered(self, holding: Holding, account: Account | None) -> list[Effect]:
+        """This replica holds the step's version, and with `account` its reduced gradient."""
+        self.holding = replace(holding, account=account)
+        if self.version >= self._training.steps:
+            self.state = ReplicaState.FINISHED
+        elif account is not None:
+            self.state = ReplicaState.REDUCING  # until its norms are known: see `reduced`
+        else:
+            self.state = ReplicaState.FILLING
+            return self._start_early()
+        return []
 
     def accounted(self, ledger: Ledger) -> list[Effect]:
         """The ledger has grown: tell the stage's coordinator."""
@@ -165,27 +232,30 @@ class ReplicaStep:
 
         If this replica had no microbatch of the step, this may come before Resume, or before it
         has committed the step before: then it waits for that."""
-        waiting = self.state is ReplicaState.WAITING
+        waiting = not self.is_working
         if message.step == self.version + 1 or (waiting and message.step == self.version):
             self._early = message
         if message.step != self.version or self.state is not ReplicaState.FILLING:
             return []
         self.state = ReplicaState.REDUCING
-        self._account = message
+        assert self.holding is not None
+        account = Account(message.weight, message.flags, message.loss_sum)
+        self.holding = replace(self.holding, account=account)
         return [Reduce(message.step)]
 
     def reduced(self, square_norms: tuple[float, ...]) -> list[Effect]:
         """This replica holds its stage's full reduced gradient: say so."""
-        assert self.state is ReplicaState.REDUCING and self._account is not None
+        assert self.state is ReplicaState.REDUCING
+        account = self._account
         self.state = ReplicaState.PREPARED
         prepared = Prepared(
             fence=self._role.fence,
             step=self.version,
             stage=self._role.stage,
             square_norms=square_norms,
-            weight=self._account.weight,
-            flags=self._account.flags,
-            loss_sum=self._account.loss_sum,
+            weight=account.weight,
+            flags=account.flags,
+            loss_sum=account.loss_sum,
         )
         return [Send(step_coordinator_of(self._role.body), prepared)]
 
@@ -195,7 +265,6 @@ class ReplicaStep:
         Raises RemoteProtocolError if the totals cannot follow from this replica's account."""
         if message.step != self.version or self.state is not ReplicaState.PREPARED:
             return []
-        assert self._account is not None
         totals = message.totals
         if totals.weight != self._account.weight:
             raise RemoteProtocolError(
@@ -213,9 +282,8 @@ class ReplicaStep:
         return [Apply(message.step, message.totals)]
 
     def applied(self, totals: Totals) -> list[Effect]:
-        """The executor has committed: go on with the next step, or stop."""
-        assert self.state is ReplicaState.COMMITTING
-        self._account = None
+        """The executor has committed, and `holding` says so: go on with the next step, or stop."""
+        assert self.state is ReplicaState.COMMITTING and self.holding is not None
         if totals.verdict == "halt":
             self.state = ReplicaState.HALTED
             return []
@@ -225,6 +293,11 @@ class ReplicaStep:
             return []
         self.state = ReplicaState.FILLING
         return self._start_early()
+
+    @property
+    def _account(self) -> Account:
+        assert self.holding is not None and self.holding.account is not None
+        return self.holding.account
 
     def _start_early(self) -> list[Effect]:
         early, self._early = self._early, None

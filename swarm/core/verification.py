@@ -3,19 +3,22 @@
 Every refusal names the rule and the figures.
 """
 
+from collections.abc import Sequence
+
 from protocol.errors import RemoteProtocolError
 from protocol.records import (
     JOIN_REQUEST_PURPOSE,
     PEER_RECORD_PURPOSE,
     JoinRequest,
     Manifest,
+    Member,
     PeerRecord,
     PlanBody,
     Signed,
     open_signed,
 )
 from protocol.signing import PeerId
-from swarm.core.planning import Candidate
+from swarm.core.planning import Candidate, replica_limit
 
 JOIN_REQUEST_EPOCHS = 8
 """A join request is good for this many epochs after the one that it names."""
@@ -36,7 +39,7 @@ def check_join(
         raise RemoteProtocolError("join request and peer record are not of this run and boot")
     if not asked.epoch <= epoch <= asked.epoch + JOIN_REQUEST_EPOCHS:
         raise RemoteProtocolError(f"join request of epoch {asked.epoch} at epoch {epoch}")
-    return Candidate(record, asked)
+    return Candidate(record, asked, request)
 
 
 def refusal_of(candidate: Candidate, founder: Candidate | None, manifest: Manifest) -> str:
@@ -88,31 +91,79 @@ def check_plan(body: PlanBody, manifest: Manifest, layers: int = 0) -> None:
         raise RemoteProtocolError(
             f"the last stage ends at layer {body.stages[-1].last}, the model has {layers}"
         )
-    working = [member for stage in body.stages for member in stage.replicas]
-    if len({member.peer for member in working}) != len(working):
-        raise RemoteProtocolError("a peer hosts two stages or two replicas")
-    feeding = [feeder.member for feeder in body.feeders]
-    if len({member.peer for member in feeding}) != len(feeding):
-        raise RemoteProtocolError("a peer is named twice among the feeders")
-    for member in [*working, *feeding]:
-        if (member.peer, member.boot) not in members:
-            raise RemoteProtocolError(f"{member.peer} has a role and is no member")
+    _check_roles(body, members)
+    limit = replica_limit(manifest.training)
+    for number, stage in enumerate(body.stages):
+        if limit is not None and len(stage.replicas) > limit:
+            raise RemoteProtocolError(
+                f"stage {number} has {len(stage.replicas)} replicas, the manifest allows {limit}"
+            )
     if not body.feeders and not body.halted:
         raise RemoteProtocolError("nobody feeds, and the plan does not halt the run")
     _check_wiring(body)
 
 
-def _members_of(body: PlanBody, manifest: Manifest) -> set[tuple[PeerId, int]]:
+def _members_of(body: PlanBody, manifest: Manifest) -> set[Member]:
+    """Return the members, whose records and join requests have to match."""
+    if len(body.members) != len(body.requests):
+        raise RemoteProtocolError(
+            f"{len(body.members)} members and {len(body.requests)} join requests"
+        )
+    peers = [signed.signer for signed in body.members]
+    if peers != sorted(set(peers)):
+        raise RemoteProtocolError("the members are not in order of peer, each once")
     members = set()
-    for signed in body.members:
+    for signed, asked in zip(body.members, body.requests, strict=True):
         record = open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord)
         if record.peer != signed.signer or record.run != manifest.run:
             raise RemoteProtocolError(
                 f"the record of {record.peer} is signed by {signed.signer}, "
                 f"for run {record.run.hex()[:16]}"
             )
-        members.add((record.peer, record.boot))
+        request = open_signed(asked, JOIN_REQUEST_PURPOSE, JoinRequest)
+        if asked.signer != record.peer or (request.peer, request.boot, request.run) != (
+            record.peer,
+            record.boot,
+            record.run,
+        ):
+            raise RemoteProtocolError(
+                f"the join request beside {record.peer}, boot {record.boot}, is of "
+                f"{request.peer}, boot {request.boot}, signed by {asked.signer}"
+            )
+        members.add(Member(record.peer, record.boot))
     return members
+
+
+def _check_roles(body: PlanBody, members: set[Member]) -> None:
+    """Everybody with a role is a member, and works, stands by or leaves: a leaver may stand by for
+    another stage at once."""
+    working = [member for stage in body.stages for member in stage.replicas]
+    waiting = [each.member for each in body.standby]
+    feeding = [feeder.member for feeder in body.feeders]
+    if _names_twice(working):
+        raise RemoteProtocolError("a peer hosts two stages or two replicas")
+    if _names_twice(feeding):
+        raise RemoteProtocolError("a peer is named twice among the feeders")
+    if _names_twice(waiting) or _names_twice(body.leavers):
+        raise RemoteProtocolError("a peer is named twice among those who stand by or leave")
+    for member in [*working, *feeding, *waiting, *body.leavers]:
+        if member not in members:
+            raise RemoteProtocolError(f"{member.peer} has a role and is no member")
+    for member in waiting:
+        if member in working or member in feeding:
+            raise RemoteProtocolError(f"{member.peer} stands by and has work")
+    for member in body.leavers:
+        if member in working:
+            raise RemoteProtocolError(f"{member.peer} leaves and hosts a stage")
+    for each in body.standby:
+        if each.stage >= len(body.stages):
+            raise RemoteProtocolError(
+                f"{each.member.peer} stands by for stage {each.stage} of {len(body.stages)}"
+            )
+
+
+def _names_twice(members: Sequence[Member]) -> bool:
+    return len({member.peer for member in members}) != len(members)
 
 
 def _check_ranges(body: PlanBody, manifest: Manifest) -> None:

@@ -1,65 +1,120 @@
-"""Agreement: which plan the swarm works by, who may join, when the run halts or ends.
+"""Membership and agreement performed: votes, plans, heartbeats, suspicion, joining.
 
-Drives `core.agreement`. The leader is the council's only voter. The rule: hard state is on disk
-before anything that relies on it is sent.
+It drives `core.agreement`, `core.membership` and `leading`. The rule: hard state is on disk before
+anything that relies on it is sent.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import trio
+from msgspec.structs import replace
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import (
+    Accepted,
+    CandidatePlan,
     Certified,
     ChainAnswer,
+    Consented,
     Durable,
     GetChain,
     Heartbeat,
     Join,
     JoinAnswer,
     LeaderBeat,
+    Leave,
+    LostWork,
+    Message,
+    Ping,
+    PingFor,
+    PingResult,
+    Pong,
+    PreVote,
+    PreVoteAnswer,
+    Propose,
+    RequestVote,
+    Review,
+    Stand,
+    Suspect,
+    VerdictAnswer,
+    Vote,
 )
 from protocol.packing import canonical
 from protocol.records import (
+    CONSENT_PURPOSE,
+    OBSERVATION_PURPOSE,
     PEER_RECORD_PURPOSE,
     CertifiedPlan,
-    Completed,
+    Consent,
     Manifest,
     Member,
+    Observation,
     PeerRecord,
     PlanBody,
+    PlanHeader,
+    Signed,
+    clip,
     open_signed,
+    sign_record,
 )
-from protocol.signing import PeerId
-from swarm.core.agreement import (
-    HARD_STATE,
+from protocol.signing import Identity, PeerId
+from swarm.core import membership, voting
+from swarm.core.agreement import Agreement
+from swarm.core.ballots import Draft
+from swarm.core.chain import HARD_STATE, Plan
+from swarm.core.effects import Send
+from swarm.core.membership import Membership
+from swarm.core.planning import Candidate, members_of
+from swarm.core.review import ReviewContext, review
+from swarm.core.step import step_coordinator_of, workers_of
+from swarm.core.verification import check_join, check_plan, refusal_of
+from swarm.core.voting import (
     Adopted,
-    Agreement,
     Announce,
+    Deposed,
     Effect,
     FetchChain,
     Persist,
-    Plan,
+    Refused,
+    ReviewFailed,
 )
-from swarm.core.planning import Candidate, completing_plan, first_plan, halting_plan
-from swarm.core.step import replicas_of
-from swarm.core.verification import check_join, check_plan, refusal_of
-from swarm.errors import NoFeasiblePlan, PeerError
+from swarm.errors import NobodyListens, PeerError, RecoveryError
 from swarm.peer.joining import NOT_YET
+from swarm.peer.leading import Leading
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
-from swarm.peer.membership import (
+from swarm.peer.roster import (
     HEARTBEAT_SECONDS,
     LEADER_BEAT_SECONDS,
-    SUSPICION_SECONDS,
-    Membership,
+    Roster,
     beat_forever,
     working_members,
 )
 from swarm.ports import Storage
 
 log = logging.getLogger(__name__)
+
+VOTING = (
+    PreVote
+    | PreVoteAnswer
+    | RequestVote
+    | Vote
+    | Stand
+    | Review
+    | VerdictAnswer
+    | Propose
+    | Accepted
+)
+RETRY_SECONDS = 0.5
+"""How soon a leader drafts again after its draft was not found good."""
+LONGEST_SECONDS = 1.0
+"""After so long this peer looks round even if nothing is due."""
+LEADERLESS_SECONDS = 10.0
+"""Elections take a few seconds: only after this time is the lack of a leader trouble."""
+MAX_ASKED = 4
+"""How many others a suspicion is checked with."""
 
 
 class Control:
@@ -69,6 +124,7 @@ class Control:
         self,
         *,
         manifest: Manifest,
+        identity: Identity,
         agreement: Agreement,
         me: Member,
         storage: Storage,
@@ -77,26 +133,44 @@ class Control:
         wait_for_peers: int,
         stages: int,
     ) -> None:
-        """Continue from what `agreement` knows. `wait_for_peers` and `stages` matter to the
-        founder only: how many peers the first plan waits for, and its number of stages."""
+        """Continue from what `agreement` knows."""
         self.manifest = manifest
         self.me = me
-        self.members = Membership(links, self.me)
+        self.agreement = agreement
+        self.members = Membership(me)
+        self.roster = Roster(links)
+        self.leading = Leading(
+            manifest=manifest,
+            me=me,
+            agreement=agreement,
+            members=self.members,
+            roster=self.roster,
+            wait_for_peers=wait_for_peers,
+            stages=stages,
+        )
+        self._before = agreement.newest
         self.beat: LeaderBeat | None = None
-        self._beat_at = 0.0
+        self._beat_at = trio.current_time()
+        self._identity = identity
         self._storage = storage
         self._links = links
         self._on_plan = on_plan
-        self._wait_for_peers = wait_for_peers
-        self._stages = stages
-        self.agreement = agreement
-        self._candidates: dict[PeerId, Candidate] = {}
-        self._founder: Candidate | None = None
-        self._durable: dict[PeerId, Durable] = {}
-        self.joined_event = trio.Event()
+        self.agree_seconds: float | None = None
+        """From the first sign that a newer plan was needed to its adoption."""
+        self._sign_at: float | None = None
         self._trouble = ""
+        self._retry_at = 0.0
+        self._consented: tuple[object, ...] = ()
+        self._fetching: set[PeerId] = set()
+        self._lost_with: set[PeerId] = set()
+        """With whom work of the active plan may have been lost."""
+        self._wake = trio.Event()
+        self.measured = trio.Event()
+        """Set once this peer knows its machine, and may ask to join."""
         self.layers = 0
         """How many layers the model has; 0 until this peer has measured it."""
+
+    # --- what is known ---------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -104,19 +178,23 @@ class Control:
         return self.agreement.newest
 
     @property
-    def leader(self) -> PeerId:
-        """Return the peer that leads: the council's only voter."""
-        return self.plan.header.council[0]
+    def leader(self) -> PeerId | None:
+        """Return who leads, as far as this peer knows."""
+        return self.agreement.leader
 
     @property
     def is_leader(self) -> bool:
         """Return whether this peer leads."""
-        return self.leader == self.me.peer
+        return self.agreement.is_leader
+
+    def is_stuck(self, task_seconds: float) -> bool:
+        """Return whether this peer's executor hangs: then it takes no part."""
+        return membership.is_stuck(task_seconds, self._task_seconds())
 
     @property
-    def candidates(self) -> frozenset[PeerId]:
-        """Return the peers that this leader has taken in."""
-        return frozenset(self._candidates)
+    def is_member(self) -> bool:
+        """Return whether the newest plan names this start of this peer."""
+        return self.me in members_of(self.plan.body)
 
     @property
     def trouble(self) -> str:
@@ -125,23 +203,43 @@ class Control:
             return self.plan.body.halted
         if self.plan.body.ended:
             return ""
+        if self.is_leader:
+            return self._trouble or self.leading.trouble
         told = self.beat.trouble if self.beat is not None else ""
-        return self._trouble or self._leader_trouble() or told
+        return self._trouble or told or self._loss_without_repair()
 
-    def _leader_trouble(self) -> str:
-        """Return what is wrong with the leader, if another peer leads by a plan and this one has
-        joined. Before the first plan peers join again instead."""
-        if self.is_leader or not self.joined_event.is_set() or not self.plan.body.stages:
+    def _loss_without_repair(self) -> str:
+        """Return whom training waits for, if nobody can replace them."""
+        planning = self.planning_trouble
+        lost = set(self.members.suspects)
+        if not planning or not lost:
             return ""
-        if self.leader not in self._links.connected():
-            return f"the leader {self.leader} is lost, and nobody can plan without it"
-        if self.beat_age_seconds > SUSPICION_SECONDS:
-            return f"the leader {self.leader} has been silent for {self.beat_age_seconds:.0f} s"
-        return ""
+        missing = [each.peer for each in working_members(self.plan.body) if each.peer in lost]
+        return f"lost {', '.join(missing)}, and nobody plans: {planning}" if missing else ""
+
+    @property
+    def planning_trouble(self) -> str:
+        """Return what keeps the council from deciding; training may go on meanwhile."""
+        body = self.plan.body
+        if not body.stages or body.ended or self.beat_age_seconds <= LEADERLESS_SECONDS:
+            return ""
+        council = self.plan.header.council
+        reached = [peer for peer in council if self._reaches(peer)]
+        silent = [peer for peer in council if peer not in reached]
+        return (
+            f"nobody leads for {self.beat_age_seconds:.0f} s: {len(reached)} of the council's "
+            f"{len(council)} voters are reached, {len(council) // 2 + 1} are needed; not reached: "
+            f"{', '.join(silent) or 'none'}. Start them again, or use `swarm recover`"
+        )
+
+    def _reaches(self, peer: PeerId) -> bool:
+        return peer == self.me.peer or (
+            peer in self._links.connected() and peer not in self.members.suspects
+        )
 
     @property
     def beat_age_seconds(self) -> float:
-        """Return how old the last word of the leader is; 0 where this peer leads."""
+        """Return how old the last word of a leader is; 0 where this peer leads."""
         return 0.0 if self.is_leader else trio.current_time() - self._beat_at
 
     def dht_addresses(self) -> tuple[str, ...]:
@@ -157,243 +255,516 @@ class Control:
             for address in record.dht_addresses
         )
 
+    # --- life ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Do what is due, until cancelled."""
+        self._know(self.plan)
+        self._perform(self.agreement.start(trio.current_time()))
+        while True:
+            self._wake = trio.Event()
+            due = min(self.agreement.deadline, self.members.deadline, self._draft_at())
+            with trio.move_on_at(min(due, trio.current_time() + LONGEST_SECONDS)):
+                await self._wake.wait()
+            self._expire()
+
+    def _expire(self) -> None:
+        now = trio.current_time()
+        if now >= self.agreement.deadline:
+            self._perform(self.agreement.expire(now))
+        self._act(self.members.expire(now))
+        if self.is_leader:
+            heartbeats = self.leading.heartbeats()
+            self._act(self.members.overdue(heartbeats, self._task_seconds(), now))
+        self._lead(now)
+
+    @property
+    def _may_draft(self) -> bool:
+        return self.agreement.may_lead and not self.agreement.is_reviewing
+
+    def _draft_at(self) -> float:
+        """Return when a draft is due; infinite while none is welcome."""
+        return max(self.leading.deadline, self._retry_at) if self._may_draft else math.inf
+
+    def _lead(self, now: float) -> None:
+        """As the leader, let the council review what should be done next."""
+        agreement = self.agreement
+        if not self._may_draft or now < self._retry_at:
+            return
+        wanted = self.leading.draft(now)
+        if wanted is not None:
+            draft, evidence = wanted
+            self._perform(agreement.lead(draft, now, self._judge, evidence))
+
+    def stop(self) -> None:
+        """Tell leader and council that this peer stops; its own word is the evidence."""
+        if self.is_member:
+            signed = self._observation(self.me, "leaves")
+            for peer in self._guides():
+                self._links.post(peer, Suspect(observation=signed))
+                self._links.post(peer, Leave(boot=self.me.boot))
+
+    # --- what arrives ----------------------------------------------------------------------
+
+    def handle(self, peer: PeerId, boot: int, message: Message, answer: Answer) -> None:
+        """Take in a message that is not about training itself.
+
+        Raises RemoteProtocolError if the peer may not say this."""
+        now = trio.current_time()
+        match message:
+            case Ping(number=number):
+                self._links.post(peer, Pong(number=number))
+            case Pong():
+                rtt_seconds = self.roster.round_trip(peer, message)
+                self._heard(peer, boot, now, rtt_seconds)
+            case Heartbeat():
+                self._handle_heartbeat(peer, message, now)
+            case LeaderBeat():
+                self._handle_leader_beat(peer, boot, message, now)
+            case Certified(plan=proof):
+                self._take_certified(proof, peer)
+            case GetChain():
+                plans = self.agreement.chain_for(message.generation, message.epoch)
+                answer(ChainAnswer(id=message.id, plans=plans), ())
+            case Join():
+                self._handle_join(peer, message, answer)
+            case PingFor(target=target):
+                self._act(self.members.ping_for(peer, target, now))
+            case PingResult(observation=signed) if signed is not None:
+                self._take_observation(signed)
+            case PingResult():
+                pass
+            case Suspect(observation=signed):
+                self._take_observation(signed)
+            case LostWork():
+                self._take_lost_work(peer, message)
+            case Leave():
+                self._act(self.members.left(Member(peer, boot), now))
+                self.leading.drop_candidate(peer)
+            case Consented(consent=signed):
+                self._take_consent(peer, signed)
+            case CandidatePlan():
+                log.info("candidate plan peer=%s epoch=%d", peer, message.epoch)
+            case (
+                PreVote()
+                | PreVoteAnswer()
+                | RequestVote()
+                | Vote()
+                | Stand()
+                | Review()
+                | VerdictAnswer()
+                | Propose()
+                | Accepted()
+            ):
+                self._perform(self.agreement.handle(peer, message, now, self._judge))
+            case other:
+                raise RemoteProtocolError(f"{type(other).__name__} is not expected here")
+        self._wake.set()
+
     # --- joining ---------------------------------------------------------------------------
 
-    def joined(self) -> None:
-        """The leader has taken this peer in."""
-        self._beat_at = trio.current_time()
-        self.joined_event.set()
-
     def join_myself(self, candidate: Candidate) -> None:
-        """The founder is the first member: all others have to agree with it."""
-        self.joined()
-        self._founder = candidate
-        self._take_in(candidate)
+        """This peer leads and asks itself."""
+        self.leading.take_in(candidate)
+        self._wake.set()
 
-    def handle_join(self, sender: PeerId, message: Join, answer: Answer) -> None:
+    def _handle_join(self, sender: PeerId, message: Join, answer: Answer) -> None:
         """Answer a peer that asks to become a member. Raises RemoteProtocolError if the request
         is not its own."""
         candidate = check_join(
             message.record, message.request, sender, self.manifest, self.plan.header.epoch
         )
+        reference = self.leading.reference
         refusal = ""
-        if self.is_leader and self._founder is None and not self.plan.body.ended:
+        if self.leader is None and not self.plan.body.ended:
+            refusal = f"{NOT_YET}nobody leads at the moment"
+        elif self.is_leader and reference is None and not self.plan.body.ended:
             refusal = f"{NOT_YET}the leader is still measuring its own machine"
         elif self.is_leader:
-            refusal = refusal_of(candidate, self._founder, self.manifest)
+            refusal = refusal_of(candidate, reference, self.manifest)
+        leader = self.leader or self.me.peer
         answer(
             JoinAnswer(
                 id=message.id,
                 refusal=refusal,
-                leader=self.leader,
-                leader_address=self._links.address_of(self.leader),
+                leader=leader,
+                leader_address=self._links.address_of(leader),
             ),
             (),
         )
         if refusal:
             log.warning("join refused peer=%s reason=%r", sender, refusal)
         elif self.is_leader:
-            self._take_in(candidate)
-
-    def _take_in(self, candidate: Candidate) -> None:
-        peer = candidate.request.peer
-        log.info("joined peer=%s boot=%d", peer, candidate.request.boot)
-        self._links.know_record(open_signed(candidate.record, PEER_RECORD_PURPOSE, PeerRecord))
-        self._candidates[peer] = candidate
-        for proof in self.agreement.chain_after(candidate.request.epoch):
-            self._links.post(peer, Certified(plan=proof))
-        self._plan_first_if_enough()
-
-    def _plan_first_if_enough(self) -> None:
-        if self.plan.header.epoch == 0 and len(self._candidates) >= self._wait_for_peers:
-            self._plan_first()
-
-    def lost(self, peer: PeerId, reason: str) -> None:
-        """A link to a peer has ended. Who leaves before the first plan is no candidate for it."""
-        self.members.lost(peer, reason)
-        is_candidate = self.plan.header.epoch == 0 and peer in self._candidates
-        if is_candidate and peer != self.me.peer and peer not in self._links.connected():
-            del self._candidates[peer]
-            log.info("left peer=%s reason=%r", peer, reason)
-            self._trouble = ""
-            self._plan_first_if_enough()
-
-    def _plan_first(self) -> None:
-        candidates = [self._candidates[peer] for peer in sorted(self._candidates)]
-        try:
-            body = first_plan(self.manifest.training, candidates, self._stages)
-        except NoFeasiblePlan as error:
-            self._trouble = f"{error.what} ({error.hint})"
-            log.error("no plan reason=%r", error.what)
-            return
-        self._trouble = ""
-        self._decide(body, from_step=0)
+            log.info("joined peer=%s boot=%d", sender, candidate.request.boot)
+            self._links.know_record(open_signed(candidate.record, PEER_RECORD_PURPOSE, PeerRecord))
+            self.leading.take_in(candidate)
 
     # --- agreement -------------------------------------------------------------------------
 
-    def _decide(self, body: PlanBody, *, from_step: int) -> None:
-        check_plan(body, self.manifest, self.layers)
-        self._perform(self.agreement.propose(body, kind="planned", from_step=from_step))
-
-    def handle_certified(self, sender: PeerId, message: Certified) -> None:
-        """Take in a certificate. Raises RemoteProtocolError if it does not hold."""
-        self._take_certified(message.plan, sender)
-
     def _take_certified(self, proof: CertifiedPlan, sender: PeerId) -> None:
-        """Adopt what is certified. Nobody could work by a malformed plan: it is refused."""
-        self._perform(
-            self.agreement.handle_certified(
-                proof, sender, lambda body: check_plan(body, self.manifest, self.layers)
-            )
-        )
+        now = trio.current_time()
+        self._perform(self.agreement.handle_certified(proof, sender, now, self._check_body))
 
-    def handle_get_chain(self, message: GetChain, answer: Answer) -> None:
-        """Answer with the certified plans that the asker lacks."""
-        answer(ChainAnswer(id=message.id, plans=self.agreement.chain_after(message.epoch)), ())
+    def _check_body(self, body: PlanBody) -> None:
+        """Nobody could work by a malformed plan: it is not adopted."""
+        check_plan(body, self.manifest, self.layers)
 
     async def fetch_chain(self, peer: PeerId) -> None:
-        """Ask a peer for the certified plans that this one lacks."""
+        """Ask a peer for the certified plans that this one lacks; once at a time."""
+        if peer in self._fetching:
+            return
+        self._fetching.add(peer)
+        header = self.plan.header
         try:
             answer = await self._links.request(
-                peer, lambda number: GetChain(id=number, epoch=self.plan.header.epoch)
+                peer,
+                lambda number: GetChain(
+                    id=number, generation=header.generation, epoch=header.epoch
+                ),
             )
             if isinstance(answer.message, ChainAnswer):
-                for proof in answer.message.plans:
-                    self._take_certified(proof, peer)
+                now, plans = trio.current_time(), answer.message.plans
+                self._perform(self.agreement.handle_chain(plans, peer, now, self._check_body))
         except (PeerError, RemoteProtocolError) as fault:
             log.warning("chain not fetched peer=%s fault=%r", peer, str(fault))
+        finally:
+            self._fetching.discard(peer)
+            self._wake.set()
 
     def send_newest(self, peer: PeerId) -> None:
         """Send the newest certificate to a peer that works by an older plan."""
         self._links.post(peer, Certified(plan=self.plan.proof))
+
+    def activate(self, plan: Plan) -> None:
+        """Work by `plan` from now on."""
+        self._lost_with.clear()
+        self._perform(self.agreement.activate(plan))
+
+    def _judge(self, header: PlanHeader, body: PlanBody, evidence: tuple[Signed, ...]) -> str:
+        """Return why a plan is not good, or ""."""
+        context = ReviewContext(
+            manifest=self.manifest,
+            layers=self.layers,
+            heartbeats=self.leading.heartbeats(),
+            boots={
+                member.peer: self.members.boot_of(member.peer)
+                for member in members_of(self.plan.body)
+            },
+        )
+        return review(header, body, evidence, self.plan, context)
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Persist(state):
                     self._storage.save(HARD_STATE, canonical(state))
+                case Send(peer, message):
+                    self._links.post(peer, message)
                 case Announce(proof):
-                    for peer in self._others():
+                    for peer in self._audience():
                         self._links.post(peer, Certified(plan=proof))
                 case Adopted(plan):
                     self._adopt(plan)
                 case FetchChain(peer):
                     self._links.start_soon(self.fetch_chain, peer)
+                case voting.Leading(term):
+                    log.info("leads epoch=%d term=%d", self.plan.header.epoch, term)
+                    self._tell_beat()
+                case Deposed(reason):
+                    log.info("deposed epoch=%d reason=%r", self.plan.header.epoch, reason)
+                case Refused(voter, reason):
+                    log.warning("plan refused voter=%s reason=%r", voter, reason)
+                case ReviewFailed(refusals):
+                    log.warning("review failed refusals=%d", len(refusals))
+                    self._retry_at = trio.current_time() + RETRY_SECONDS
+        self._wake.set()
 
     def _adopt(self, plan: Plan) -> None:
         log.info("adopted epoch=%d reason=%r", plan.header.epoch, plan.body.reason)
-        for signed in plan.body.members:
-            self._links.know_record(open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord))
-        self.members.begin_epoch()
+        now, before = trio.current_time(), self._before
+        self.agree_seconds = now - self._sign_at if self._sign_at is not None else None
+        self._sign_at = None
+        self._know(plan)
+        self.leading.adopted(before)
+        self._retry_at = 0.0
         self._on_plan(plan)
 
-    def _others(self) -> list[PeerId]:
-        """Return all but this peer: members of the plan (a leader that has started again has no
-        candidates yet), and who has joined since."""
-        planned = {signed.signer for signed in self.plan.body.members}
-        return sorted((planned | self.candidates) - {self.me.peer})
+    def _know(self, plan: Plan) -> None:
+        """Take in who is where, and watch them."""
+        self._before = plan
+        for signed in plan.body.members:
+            self._links.know_record(open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord))
+        coordinator = step_coordinator_of(plan.body) if plan.body.stages else ""
+        members = members_of(plan.body)
+        self._act(self.members.watch(members, trio.current_time(), coordinator))
+        self.roster.forget_all_but({member.peer for member in members} | self.leading.candidates)
 
-    # --- what stops or ends the run --------------------------------------------------------
+    def _audience(self) -> list[PeerId]:
+        """Return all but this peer: members, voters, and who asks to join."""
+        peers = {signed.signer for signed in (*self.plan.body.members, *self._before.body.members)}
+        peers |= {*self.plan.header.council, *self._before.header.council}
+        return sorted((peers | self.leading.candidates) - {self.me.peer})
 
-    def handle_durable(self, sender: PeerId, message: Durable) -> None:
-        """A replica has written its layers. With the last one, the version is complete.
+    def _guides(self) -> list[PeerId]:
+        """Return leader and council, without this peer: to whom members tell how they are."""
+        guides = {*self.plan.header.council, *((self.leader,) if self.leader else ())}
+        return sorted(guides - {self.me.peer})
 
-        Raises RemoteProtocolError if `sender` does not host that stage."""
-        body = self.plan.body
-        if not self.is_leader:
-            raise RemoteProtocolError(f"Durable is for the leader, {self.leader}")
-        if message.stage >= len(body.stages) or sender not in replicas_of(body, message.stage):
-            raise RemoteProtocolError(f"{sender} does not host stage {message.stage}")
-        if message.version != self.manifest.training.steps:
-            raise RemoteProtocolError(
-                f"{sender} ends with version {message.version} of {self.manifest.training.steps}"
-            )
-        self._durable[sender] = message
-        replicas = [
-            (number, member.peer)
-            for number, stage in enumerate(body.stages)
-            for member in stage.replicas
-        ]
-        if body.ended or any(peer not in self._durable for _, peer in replicas):
+    # --- consent ---------------------------------------------------------------------------
+
+    def _consent(self, leader: PeerId) -> None:
+        """Tell the leader once that this peer would vote from this epoch on."""
+        key = (*self.plan.key, leader)
+        if self._consented == key or self.me.peer in self.plan.header.council:
             return
-        hashes: list[bytes] = []
-        for number, stage in enumerate(body.stages):
-            said = {self._durable[member.peer].layer_hashes for member in stage.replicas}
-            if len(said) != 1 or len(next(iter(said))) != stage.last - stage.first:
-                self.report_trouble(f"replicas of stage {number} ended with different weights")
-                return
-            hashes.extend(said.pop())
-        completed = Completed(message.version, tuple(hashes))
-        self._decide(
-            completing_plan(body, completed, ended=True), from_step=self.manifest.training.steps
-        )
+        self._consented = key
+        generation, epoch = self.plan.key
+        consent = Consent(run=self.manifest.run, generation=generation, epoch=epoch)
+        signed = sign_record(self._identity, CONSENT_PURPOSE, consent)
+        self._links.post(leader, Consented(consent=signed))
 
-    def report_trouble(self, reason: str) -> None:
-        """This peer cannot go on with training: let the leader halt the run."""
-        self._trouble = reason
-        if self.is_leader:
-            self._halt(reason)
-
-    def _halt(self, reason: str) -> None:
-        body = self.plan.body
-        if body.stages and not body.halted and not body.ended:
-            self._decide(halting_plan(body, reason), from_step=0)
+    def _take_consent(self, sender: PeerId, signed: Signed) -> None:
+        consent = open_signed(signed, CONSENT_PURPOSE, Consent)
+        if signed.signer != sender or consent.run != self.manifest.run:
+            raise RemoteProtocolError(f"{sender} sends a consent of {signed.signer}")
+        if (consent.generation, consent.epoch) == self.plan.key:
+            self.leading.consented(sender, signed)
 
     # --- heartbeats ------------------------------------------------------------------------
 
     async def run_heartbeats(self, make: Callable[[float, str], Heartbeat]) -> None:
-        """Once this peer has joined, tell the leader every second what `make` says of it."""
-        await self.joined_event.wait()
+        """Tell leader and council every second what `make` says of this peer."""
+        await self.measured.wait()
 
         def beat() -> None:
-            self._links.post(
-                self.leader, make(self.members.rtt_seconds(self.leader), self._trouble)
-            )
-            self.members.ping_all()
+            leader = self.leader
+            rtt_seconds = self.members.rtt_seconds(leader) if leader is not None else 0.0
+            heartbeat = make(rtt_seconds, self._trouble)
+            self.roster.heard(self.me.peer, heartbeat)
+            now = trio.current_time()
+            self.leading.heard(self.me.peer, now)
+            self._act(self.members.stuck(self.me, heartbeat, self._task_seconds(), now))
+            for peer in self._guides():
+                self._links.post(peer, heartbeat)
+            for peer in sorted(self._lost_with):
+                self._say_lost_work(peer)
+            self.roster.ping_all()
 
         await beat_forever(HEARTBEAT_SECONDS, beat)
 
     async def run_leader_beats(self) -> None:
         """While this peer leads, tell all members what the swarm looks like."""
+        await beat_forever(LEADER_BEAT_SECONDS, self._tell_beat)
 
-        def beat() -> None:
-            if self.is_leader:
-                self.beat = self._make_beat()
-                for peer in self._others():
-                    if peer in self._links.connected():
-                        self._links.post(peer, self.beat)
-
-        await beat_forever(LEADER_BEAT_SECONDS, beat)
-
-    def _make_beat(self) -> LeaderBeat:
-        epoch = self.plan.header.epoch
-        missing = self._wait_for_peers - len(self._candidates)
-        return self.members.beat(
-            self.plan.body,
-            epoch=epoch,
-            term=self.agreement.term,
-            waiting_for=max(0, missing) if epoch == 0 else 0,
-            trouble=self._trouble,
-        )
-
-    def handle_heartbeat(self, sender: PeerId, message: Heartbeat) -> None:
-        """Note what a member says of itself, if this peer leads."""
-        if self.is_leader and sender in (self.me.peer, *self._others()):
-            self.members.heard(sender, message)
-            if message.trouble and self._is_working(sender, message):
-                self._halt(message.trouble)
-
-    def _is_working(self, sender: PeerId, message: Heartbeat) -> bool:
-        """Return whether a heartbeat is of a worker, as the plan names it, at this plan."""
-        workers = working_members(self.plan.body)
-        current = message.epoch == self.plan.header.epoch
-        return current and Member(sender, message.boot) in workers
-
-    def handle_leader_beat(self, sender: PeerId, message: LeaderBeat) -> None:
-        """Note what the leader says. Raises RemoteProtocolError if `sender` does not lead."""
-        if sender != self.leader:
-            raise RemoteProtocolError(f"LeaderBeat from {sender}, {self.leader} leads")
-        self.beat = message
+    def _tell_beat(self) -> None:
+        if not self.is_leader:
+            return
         self._beat_at = trio.current_time()
-        if message.epoch > self.plan.header.epoch:
-            self._links.start_soon(self.fetch_chain, sender)
+        self.beat = self.roster.beat(
+            self.plan,
+            term=self.agreement.term,
+            waiting_for=self.leading.waiting_for,
+            trouble=self.trouble,
+        )
+        for peer in self._audience():
+            if peer in self._links.connected() or peer in self.plan.header.council:
+                self._links.post(peer, self.beat)
+
+    def _handle_heartbeat(self, sender: PeerId, message: Heartbeat, now: float) -> None:
+        self._heard(sender, message.boot, now)
+        self._perform(
+            self.agreement.heard_follower(
+                sender, message.generation, message.epoch, message.term, now
+            )
+        )
+        if sender not in self._audience():
+            return
+        self.roster.heard(sender, message)
+        member = Member(sender, message.boot)
+        self._act(self.members.stuck(member, message, self._task_seconds(), now))
+        if message.trouble and self._is_working(member, message):
+            self.leading.halt(message.trouble)
+
+    def _task_seconds(self) -> float:
+        """Return how long a task of the slowest stage is predicted to take."""
+        return self.plan.body.step_seconds / self.manifest.training.microbatches_per_step
+
+    def _is_working(self, member: Member, message: Heartbeat) -> bool:
+        """Return whether a heartbeat is of a worker, as the plan names it, at this plan."""
+        current = (message.generation, message.epoch) == self.plan.key
+        return current and member in working_members(self.plan.body)
+
+    def _handle_leader_beat(
+        self, sender: PeerId, boot: int, message: LeaderBeat, now: float
+    ) -> None:
+        self._heard(sender, boot, now)
+        self._perform(
+            self.agreement.heard_leader(
+                sender, message.generation, message.epoch, message.term, now
+            )
+        )
+        if sender == self.leader and (message.generation, message.epoch) == self.plan.key:
+            self.beat = message
+            self._beat_at = now
+            self._consent(sender)
+
+    def recover(self, key: Identity, nonce: bytes) -> None:
+        """Start a new generation of councils with this peer as the only voter, by the recovery
+        key; `nonce` has 32 random bytes. Raises RecoveryError if there is nothing to recover."""
+        plan = self.plan
+        if key.peer != self.manifest.recovery or not plan.body.stages or plan.body.ended:
+            raise RecoveryError(
+                "this run cannot be recovered here",
+                evidence=(
+                    f"the run's recovery key is {self.manifest.recovery}, yours {key.peer}",
+                    f"epoch {plan.header.epoch}: {plan.body.reason}",
+                ),
+                hint="use the founder's recovery.key, at a peer that has been part of the run",
+            )
+        number = plan.header.generation.number + 1
+        reason = f"recovered by key: generation {number}, {self.me.peer} decides alone"
+        body = replace(plan.body, leavers=(), reason=reason)
+        version = self.leading.version
+        draft = Draft(body, "repair", version, plan.header.lineage, (self.me.peer,))
+        proof = self.agreement.recovery_plan(key, nonce, draft)
+        self._take_certified(proof, self.me.peer)
+        self._perform([Announce(self.plan.proof)])
+
+    def report_trouble(self, reason: str) -> None:
+        """This peer cannot go on with training: let the leader halt the run."""
+        self._trouble = self._trouble or reason
+        self.leading.halt(reason)
+        self._wake.set()
+
+    def handle_durable(self, sender: PeerId, message: Durable) -> None:
+        """A replica has written its layers. Raises RemoteProtocolError if it may not say so."""
+        self.leading.durable(sender, message)
+        self._wake.set()
+
+    # --- who is there ----------------------------------------------------------------------
+
+    def _heard(self, peer: PeerId, boot: int, now: float, rtt_seconds: float | None = None) -> None:
+        self._act(self.members.heard(Member(peer, boot), now, rtt_seconds))
+        self.leading.heard(peer, now)
+
+    def opened(self, peer: PeerId, boot: int) -> None:
+        """A link can be used."""
+        self.members.link_open(peer, trio.current_time())
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """A link to a peer has ended: see whether it is still there."""
+        if peer in self._links.connected():
+            return
+        self.members.link_lost(peer, reason, trio.current_time())
+        if peer in self.leading.candidates and not self.plan.body.stages:
+            self.leading.drop_candidate(peer)  # it asks again if it is still there
+            log.info("left peer=%s reason=%r", peer, reason)
+        elif peer in {member.peer for member in members_of(self.plan.body)}:
+            self.roster.ping(peer)
+        self._wake.set()
+
+    def unreachable(self, fault: PeerError) -> None:
+        """A peer could not be dialled."""
+        now = trio.current_time()
+        if isinstance(fault, NobodyListens):
+            self.agreement.lost_leader(fault.peer, now)
+            self._act(self.members.dial_refused(fault.peer, fault.reason, now))
+        else:
+            self._act(self.members.probe_failed(fault.peer, fault.reason))
+        self._wake.set()
+
+    def report_lost_work(self, peer: PeerId) -> None:
+        """Frames of the active plan may have been lost with a link to `peer`: say so until
+        another one is active."""
+        self._lost_with.add(peer)
+        self._say_lost_work(peer)
+
+    def _say_lost_work(self, peer: PeerId) -> None:
+        generation, epoch = self.agreement.active.key
+        message = LostWork(generation=generation, epoch=epoch, peer=peer)
+        self._take_lost_work(self.me.peer, message)
+        for guide in self._guides():
+            self._links.post(guide, message)
+
+    def _take_lost_work(self, sender: PeerId, message: LostWork) -> None:
+        self._see_sign()
+        self.leading.lost_work(sender, message, trio.current_time())
+        for peer in (sender, message.peer):
+            if peer != self.me.peer:
+                self.roster.ping(peer)
+
+    def owed(self, awaited: Sequence[PeerId], *, by_coordinator: bool) -> None:
+        """Reports (to the step coordinator) or Resume (by it) have not come in time."""
+        now = trio.current_time()
+        for member in members_of(self.plan.body):
+            if member.peer in awaited and by_coordinator:
+                self._act(self.members.report_missing(member, now))
+            elif member.peer in awaited:
+                self._act(self.members.resume_missing(member, now))
+
+    def relay_to(self, target: PeerId) -> PeerId | None:
+        """Return a peer that may pass on a message to `target`; None if there is none."""
+        others = self._others_to_ask(target)
+        return others[0] if others else None
+
+    def _act(self, effects: Sequence[membership.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case membership.AskOthers(target):
+                    for peer in self._others_to_ask(target.peer):
+                        self._links.post(peer, PingFor(target=target))
+                case membership.Accuse() if self.plan.body.ended:
+                    pass  # peers may go
+                case membership.Accuse(target, reason):
+                    log.warning("suspects peer=%s reason=%r", target.peer, reason)
+                    self._accuse(target, reason)
+                case membership.Cleared(target):
+                    log.info("hears again peer=%s", target.peer)
+                case membership.Probe(target):
+                    self.roster.ping(target.peer)
+                case membership.Answer(asker, target, reason):
+                    signed = self._observation(target, reason) if reason else None
+                    self._links.post(asker, PingResult(target=target, observation=signed))
+                case membership.LoseWork(peer, _):
+                    self.report_lost_work(peer)
+        if effects:
+            self._wake.set()
+
+    def _others_to_ask(self, target: PeerId) -> list[PeerId]:
+        """Return a few peers that may reach `target`: voters first."""
+        council = [peer for peer in self.plan.header.council if self._reaches(peer)]
+        others = [peer for peer in workers_of(self.plan.body) if self._reaches(peer)]
+        ordered = dict.fromkeys([*council, *others])
+        return [peer for peer in ordered if peer not in (self.me.peer, target)][:MAX_ASKED]
+
+    def _see_sign(self) -> None:
+        """Something has happened that a newer plan may be needed for."""
+        if self._sign_at is None:
+            self._sign_at = trio.current_time()
+
+    def _accuse(self, target: Member, reason: str) -> None:
+        self._see_sign()
+        signed = self._observation(target, reason)
+        self.members.observed(self.me.peer, target, signed, trio.current_time())
+        for peer in self._guides():
+            if peer != target.peer:
+                self._links.post(peer, Suspect(observation=signed))
+
+    def _observation(self, target: Member, reason: str) -> Signed:
+        generation, epoch = self.plan.key
+        observation = Observation(
+            run=self.manifest.run,
+            generation=generation,
+            epoch=epoch,
+            suspect=target,
+            reason=clip(reason),
+        )
+        return sign_record(self._identity, OBSERVATION_PURPOSE, observation)
+
+    def _take_observation(self, signed: Signed) -> None:
+        """Note what a member has seen. Raises RemoteProtocolError for a bad signature."""
+        observation = open_signed(signed, OBSERVATION_PURPOSE, Observation)
+        current = (observation.generation, observation.epoch) == self.plan.key
+        if current and observation.run == self.manifest.run:
+            now = trio.current_time()
+            self.members.observed(signed.signer, observation.suspect, signed, now)

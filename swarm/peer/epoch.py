@@ -5,8 +5,8 @@ performs their effects. The rule: everything here carries the plan's fence and d
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import trio
 
@@ -14,7 +14,6 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import (
     Backward,
     Commit,
-    Durable,
     Fence,
     Forward,
     GatherShard,
@@ -26,40 +25,63 @@ from protocol.messages import (
     Report,
     Resume,
     StartReduction,
-    Totals,
 )
 from protocol.messages import (
     Training as TrainingMessage,
 )
-from protocol.records import Member, Training, clip
+from protocol.records import Member, Training
 from protocol.signing import PeerId
-from swarm.core.agreement import Plan
-from swarm.core.coordinators import GroupCoordinator, StepCoordinator
+from swarm.core.chain import Plan
+from swarm.core.coordinators import StepCoordinator
+from swarm.core.effects import Send
+from swarm.core.holding import Holding
 from swarm.core.model import ModelShape
 from swarm.core.reduction import buckets
+from swarm.core.settlement import NoHolder, replayed_indices
 from swarm.core.step import (
     Apply,
     Effect,
+    Mishap,
+    Recover,
     Reduce,
-    ReplicaState,
     ReplicaStep,
     Role,
-    Send,
     Trouble,
     ranges_of_stages,
     role_of,
     step_coordinator_of,
 )
 from swarm.peer.feeder import Feeder
+from swarm.peer.follower import Follower
+from swarm.peer.hosting import Hosting, Watcher
 from swarm.peer.links import Links
-from swarm.peer.pipeline import Pipeline
-from swarm.peer.reducer import Reducer
 from swarm.peer.replica import Replica
+from swarm.peer.versions import held_on_disk
 from swarm.ports import Buffer, Checkpoints, DataSource, StageExecutor
 
 log = logging.getLogger(__name__)
 
-MAX_LOSSES = 1000
+MAX_WAITING_MESSAGES = 256
+"""Of one kind, from one peer, that wait for Resume."""
+
+
+@dataclass
+class Course:
+    """How a plan came to work on this peer, in seconds; None where that has not happened."""
+
+    epoch: int
+    kind: str
+    reason: str
+    agree_seconds: float | None = None
+    """From the first sign that a plan is needed to its adoption, as far as this peer saw one."""
+    report_seconds: float | None = None
+    """From activation to Resume."""
+    replay_seconds: float | None = None
+    """From Resume to the next committed step."""
+    step: int | None = None
+    """The step in hand."""
+    replayed: int = 0
+    """Microbatches that were computed again."""
 
 
 class Epoch:
@@ -76,57 +98,125 @@ class Epoch:
         source: DataSource | None,
         links: Links,
         checkpoints: Checkpoints,
+        holding: Holding | None,
         on_trouble: Callable[[str], None],
+        on_step: Callable[[], None],
+        on_loss: Callable[[int, float], None],
     ) -> None:
+        """`holding` is what the executor holds; `on_step` is called when the step in hand, or a
+        standby's version, has moved on."""
         self.plan = plan
         self.fence = Fence(plan.header.generation, plan.header.epoch, me.boot)
-        self.role = role_of(plan.body, me, self.fence)
-        self.losses: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
-        """(step, mean loss) of the last steps that this peer committed."""
+        self.role = role_of(plan.body, me, self.fence, plan.header.lineage)
+        header = plan.header
+        self.course = Course(header.epoch, header.kind, plan.body.reason)
+        self.lost_version: int | None = None
+        """As the step coordinator: the version that nobody holds any more of some stage."""
+        self._me = me
         self._training = training
         self._shape = shape
         self._executor = executor
         self._links = links
         self._checkpoints = checkpoints
         self._on_trouble = on_trouble
-        self._commits_send, self._commits = trio.open_memory_channel[Apply](4)
-        self._ranges = ranges_of_stages(plan.body)
+        self._on_step = on_step
+        self._on_loss = on_loss
+        self._holding = holding
+        self._began = trio.current_time()
+        self._resumed_at: float | None = None
+        self._settled = trio.Event()
+        self._resume_message: Resume | None = None
+        self._waiting: list[tuple[PeerId, TrainingMessage, Buffer]] = []
         self._feeder = self._make_feeder(me, source)
-        self._replica = self._make_replica(self.role) if self.role is not None else None
+        self._hosting = self._make_hosting(self.role) if self.role is not None else None
+        self._follower = self._make_follower()
 
     @property
-    def loss(self) -> float | None:
-        """Return the mean loss of the last committed step that had one."""
-        return self.losses[-1][1] if self.losses else None
+    def holding(self) -> Holding | None:
+        """Return what the executor holds now."""
+        if self._hosting is not None:
+            return self._hosting.step.holding
+        return self._follower.holding if self._follower is not None else self._holding
 
     @property
     def state(self) -> str:
-        """Return where this peer is: a replica's state, "feeding" or "standby"."""
-        if self._replica is not None:
-            return self._replica.step.state.value
-        return "feeding" if self._feeder is not None else "standby"
+        """Return where this peer is: a replica's state, "feeding", "joining", "ready", "standby"
+        or "leaving"."""
+        if self._hosting is not None:
+            return self._hosting.step.state.value
+        if self._feeder is not None:
+            return "feeding"
+        if self._follower is not None:
+            return "ready" if self._follower.is_ready else "joining"
+        return "leaving" if self._me in self.plan.body.leavers else "standby"
+
+    @property
+    def stage(self) -> int:
+        """Return the stage that this peer hosts or follows; -1 without one."""
+        if self.role is not None:
+            return self.role.stage
+        return self._follower.stage if self._follower is not None else -1
 
     @property
     def version(self) -> int:
         """Return the version of this peer's stage; 0 without one."""
-        return self._replica.step.version if self._replica is not None else 0
+        if self._hosting is not None:
+            return self._hosting.step.version
+        return self._follower.version if self._follower is not None else 0
+
+    @property
+    def is_replica(self) -> bool:
+        """Return whether this peer hosts a stage by this plan."""
+        return self._hosting is not None
+
+    @property
+    def is_step_coordinator(self) -> bool:
+        """Return whether this peer merges the Reports."""
+        return self._hosting is not None and self._hosting.step_coordinator is not None
+
+    @property
+    def replayed(self) -> int:
+        """Return how many microbatches are computed again because of this plan."""
+        return self.course.replayed
+
+    @property
+    def awaits(self) -> tuple[PeerId, ...]:
+        """Return who owes this peer a Report or the Resume."""
+        if self._hosting is None or self._resumed_at is not None:
+            return ()
+        coordinator = self._hosting.step_coordinator
+        if coordinator is not None:
+            return coordinator.awaited
+        return (step_coordinator_of(self.plan.body),)
+
+    @property
+    def awaits_seconds(self) -> float:
+        """Return for how long this peer has waited for Reports or Resume."""
+        return trio.current_time() - self._began if self.awaits else 0.0
 
     @property
     def queue_length(self) -> int:
         """Return how many tasks wait to be computed."""
-        return self._replica.pipeline.queue_length if self._replica is not None else 0
+        return self._hosting.pipeline.queue_length if self._hosting is not None else 0
 
     @property
     def samples(self) -> int:
         """Return how many samples this peer's stage has computed in this epoch."""
-        return self._replica.pipeline.samples if self._replica is not None else 0
+        return self._hosting.pipeline.samples if self._hosting is not None else 0
 
     @property
     def largest_payload_bytes(self) -> int:
         """Return how many bytes of tensors one message of this plan can carry."""
         tensors = [self._shape.input.nbytes, *(s.output.nbytes for s in self.plan.body.stages)]
-        gradients = [8 * bucket.elements for bucket in buckets(self._shape, self._ranges)]
+        gradients = [
+            8 * bucket.elements for bucket in buckets(self._shape, ranges_of_stages(self.plan.body))
+        ]
         return max(max(tensors) + self._shape.target.nbytes, *gradients)
+
+    def opened(self, peer: PeerId) -> None:
+        """A link to a peer can be used."""
+        if self._hosting is not None:
+            self._hosting.opened(peer)
 
     def works_by(self, fence: Fence) -> bool:
         """Return whether a message with this fence was said under this plan."""
@@ -145,7 +235,29 @@ class Epoch:
                 self._member(message).reducer.check_payload(message)
 
     def handle(self, sender: PeerId, message: TrainingMessage, payload: Buffer) -> None:
-        """Take in a message of this epoch. Raises RemoteProtocolError if it may not be said."""
+        """Take in a message of this epoch. Raises RemoteProtocolError if it may not be said.
+
+        What the others say after their Resume waits for this peer's own."""
+        if self._resumed_at is None and not isinstance(message, Report | Resume):
+            self._keep(sender, message, payload)
+        else:
+            self._take(sender, message, payload)
+
+    def _keep(self, sender: PeerId, message: TrainingMessage, payload: Buffer) -> None:
+        if isinstance(message, LedgerReport):  # the newest says all that the others said
+            self._waiting = [
+                each
+                for each in self._waiting
+                if each[0] != sender or not isinstance(each[1], LedgerReport)
+            ]
+        same = sum(each[0] == sender and type(each[1]) is type(message) for each in self._waiting)
+        if same >= MAX_WAITING_MESSAGES:
+            raise RemoteProtocolError(
+                f"{same} messages {type(message).__name__} of {sender} wait for Resume"
+            )
+        self._waiting.append((sender, message, payload))
+
+    def _take(self, sender: PeerId, message: TrainingMessage, payload: Buffer) -> None:
         match message:
             case Forward():
                 self._member(message).pipeline.forward(sender, message, payload)
@@ -158,9 +270,9 @@ class Epoch:
             case GatherShard():
                 self._member(message).reducer.gather_shard(sender, message, payload)
             case _:
-                self._handle_control(sender, message)
+                self._take_control(sender, message)
 
-    def _handle_control(self, sender: PeerId, message: TrainingMessage) -> None:
+    def _take_control(self, sender: PeerId, message: TrainingMessage) -> None:
         coordinator = step_coordinator_of(self.plan.body)
         match message:
             case LedgerReport():
@@ -183,22 +295,52 @@ class Epoch:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for this peer")
 
     def _resume(self, message: Resume) -> None:
+        if self._resumed_at is not None:
+            return
+        if len(message.stages) != len(self.plan.body.stages):
+            raise RemoteProtocolError(
+                f"Resume settles {len(message.stages)} stages of {len(self.plan.body.stages)}"
+            )
         if self._feeder is not None:
             self._feeder.resume(message)
-        if self._replica is not None:
-            self._perform(self._replica.step.resume(message))
-            self._replica.pipeline.wake()
+        self._resumed_at = trio.current_time()
+        course = self.course
+        course.report_seconds, course.step = self._resumed_at - self._began, message.step
+        course.replayed = replayed_indices(message.stages, self._training.microbatches_per_step)
+        log.info(
+            "resume epoch=%d step=%d replayed=%d",
+            self.plan.header.epoch,
+            message.step,
+            course.replayed,
+        )
+        if self._hosting is not None:
+            self._hosting.resume(message)
+        if self._follower is not None:
+            self._follower.resume(message)
+        self._resume_message = message
+        self._settled.set()
+        waiting, self._waiting = self._waiting, []
+        for sender, early, payload in waiting:
+            try:
+                self._take(sender, early, payload)
+            except RemoteProtocolError as fault:
+                log.warning("waiting message dropped peer=%s fault=%r", sender, str(fault))
+        self._on_step()
 
     def _commit(self, message: Commit) -> None:
+        if self.course.replay_seconds is None and self._resumed_at is not None:
+            self.course.replay_seconds = trio.current_time() - self._resumed_at
         if self._feeder is not None:
             self._feeder.commit(message)
-        if self._replica is not None:
-            self._perform(self._replica.step.commit(message))
+        if self._hosting is not None:
+            self._perform(self._hosting.step.commit(message))
+        if self._follower is not None:
+            self._follower.commit(message)
 
-    def _member(self, message: Message) -> "_Parts":
-        if self._replica is None:
+    def _member(self, message: Message) -> Hosting:
+        if self._hosting is None:
             raise RemoteProtocolError(f"{type(message).__name__} for a peer without a stage")
-        return self._replica
+        return self._hosting
 
     def _step_coordinator(self, message: Message) -> StepCoordinator:
         coordinator = self._member(message).step_coordinator
@@ -218,76 +360,80 @@ class Epoch:
         async with trio.open_nursery() as nursery:
             if self._feeder is not None:
                 nursery.start_soon(self._feeder.run)
-            if self._replica is not None:
-                nursery.start_soon(self._run_replica, self._replica)
+            if self._hosting is not None:
+                nursery.start_soon(self._hosting.run)
+            else:
+                nursery.start_soon(self._stand_down)
+            if self._follower is not None:
+                nursery.start_soon(self._follower.run)
 
-    async def _run_replica(self, replica: "_Parts") -> None:
-        role = replica.role
-        log.info("activate epoch=%d stage=%d", self.plan.header.epoch, role.stage)
-        root_hash = await self._executor.build(self._ranges, role.stage)
-        first, last = self._ranges[role.stage]
-        held = Held(self.plan.header.lineage, first, last, replica.step.version, root_hash)
-        report = Report(fence=self.fence, held=(held,))
-        self._links.post(step_coordinator_of(self.plan.body), report)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(replica.pipeline.run)
-            nursery.start_soon(replica.reducer.run)
-            await self._run_commits(replica)
+    async def _stand_down(self) -> None:
+        """Without a role an accumulator does not count; a leaver's state and gradient are still
+        others' to fetch, and the step coordinator is told of them."""
+        held: tuple[Held, ...] = ()
+        if self._holding is not None:
+            prepared = await self._executor.settle()
+            await self._executor.discard()
+            held = (self._holding.reported(self._executor.ledger.bitmap, prepared=prepared),)
+        if self._me in self.plan.body.leavers:
+            header, body = self.plan.header, self.plan.body
+            size = len(self._executor.ledger.bitmap)
+            ranges = ranges_of_stages(body)
+            held += await held_on_disk(self._checkpoints, header, body, ranges, size)
+            report = Report(fence=self.fence, held=held)
+            self._links.post(step_coordinator_of(self.plan.body), report)
 
-    async def _run_commits(self, replica: "_Parts") -> None:
-        async for apply in self._commits:
-            await self._executor.commit(apply.step, apply.totals)
-            totals = apply.totals
-            if totals.loss is not None:
-                self.losses.append((apply.step, totals.loss))
-            log.info(
-                "committed step=%d verdict=%s loss=%s", apply.step, totals.verdict, totals.loss
-            )
-            self._perform(replica.step.applied(totals))
-            if replica.step.state is ReplicaState.FINISHED:
-                await self._make_durable(replica)
-            elif replica.step.state is ReplicaState.HALTED:
-                self._on_trouble(_halt_reason(apply))
-            replica.pipeline.wake()
-
-    async def _make_durable(self, replica: "_Parts") -> None:
-        first, last = self._ranges[replica.role.stage]
-        version = replica.step.version
-        layers = {layer: await self._executor.layer_state(layer) for layer in range(first, last)}
-        hashes = await trio.to_thread.run_sync(self._checkpoints.write, version, layers)
-        log.info("durable version=%d layers=%d-%d", version, first, last - 1)
-        durable = Durable(
-            fence=self.fence, stage=replica.role.stage, version=version, layer_hashes=hashes
-        )
-        # The council of the active plan decides that a version is complete.
-        for voter in self.plan.header.council:
-            self._links.post(voter, durable)
-
-    def _perform(self, effects: Sequence[Effect]) -> None:
+    def _perform(self, effects: Sequence[Effect | NoHolder]) -> None:
         for effect in effects:
             match effect:
                 case Send(peer, message):
                     self._links.post(peer, message)
-                case Reduce() if self._replica is not None:
-                    self._replica.reducer.begin()
-                case Apply():
-                    self._commits_send.send_nowait(effect)
+                case Reduce() if self._hosting is not None:
+                    self._hosting.reducer.begin()
+                case Apply() if self._hosting is not None:
+                    self._hosting.apply(effect)
+                case Recover() if self._hosting is not None:
+                    self._hosting.recover(effect)
+                case Mishap(reason):
+                    log.error("mishap epoch=%d reason=%r", self.plan.header.epoch, reason)
+                case NoHolder(stage, version):
+                    log.error("nobody holds stage=%d version=%d", stage, version)
+                    self.lost_version = version
                 case Trouble(reason):
                     log.error("trouble epoch=%d reason=%r", self.plan.header.epoch, reason)
                     self._on_trouble(reason)
 
-    def _make_replica(self, role: Role) -> "_Parts":
-        return _Parts(
-            Replica(
-                role=role,
-                training=self._training,
-                shape=self._shape,
-                executor=self._executor,
-                links=self._links,
-                step=ReplicaStep(role, self._training),
-                perform=self._perform,
-            )
+    def _make_hosting(self, role: Role) -> Hosting:
+        replica = Replica(
+            role=role,
+            training=self._training,
+            shape=self._shape,
+            executor=self._executor,
+            links=self._links,
+            step=ReplicaStep(role, self._training, self._holding),
+            perform=self._perform,
         )
+        watcher = Watcher(
+            on_step=self._on_step,
+            on_loss=self._on_loss,
+            on_trouble=self._on_trouble,
+        )
+        return Hosting(replica, self.plan.header, self._checkpoints, self._perform, watcher)
+
+    def _make_follower(self) -> Follower | None:
+        for standby in self.plan.body.standby:
+            if standby.member == self._me:
+                return Follower(
+                    stage=standby.stage,
+                    body=self.plan.body,
+                    lineage=self.plan.header.lineage,
+                    holding=self._holding,
+                    executor=self._executor,
+                    links=self._links,
+                    is_leaver=self._me in self.plan.body.leavers,
+                    on_step=self._on_step,
+                )
+        return None
 
     def _make_feeder(self, me: Member, source: DataSource | None) -> Feeder | None:
         if source is None or all(each.member != me for each in self.plan.body.feeders):
@@ -302,42 +448,3 @@ class Epoch:
             links=self._links,
             on_trouble=self._on_trouble,
         )
-
-
-class _Parts:
-    """The parts that a replica of a stage is made of."""
-
-    def __init__(self, replica: Replica) -> None:
-        role, training = replica.role, replica.training
-        self.role = role
-        self.step = replica.step
-        self.pipeline = Pipeline(replica)
-        self.reducer = Reducer(replica)
-        self._group: GroupCoordinator | None = None
-        if role.me.peer == role.group[0]:
-            self._group = GroupCoordinator(role, training, replica.step.version)
-        self.step_coordinator: StepCoordinator | None = None
-        if role.me.peer == step_coordinator_of(role.body):
-            counted = counted_tensors(replica.shape, ranges_of_stages(role.body))
-            self.step_coordinator = StepCoordinator(role, training, counted)
-
-    def ledger(self, sender: PeerId, message: LedgerReport) -> list[Effect]:
-        """Take in a ledger as the stage's coordinator."""
-        if self._group is None:
-            raise RemoteProtocolError("LedgerReport is for the stage's coordinator")
-        return self._group.ledger(sender, message)
-
-
-def counted_tensors(shape: ModelShape, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return how many tensors each stage counts in the norm: those of the buckets it owns."""
-    counts = [0] * len(ranges)
-    for bucket in buckets(shape, ranges):
-        counts[bucket.stages[0]] += len(bucket.slots)
-    return tuple(counts)
-
-
-def _halt_reason(apply: Apply) -> str:
-    totals: Totals = apply.totals
-    flags = ", ".join(f"microbatch {flag.index} in layer {flag.layer}" for flag in totals.flags)
-    text = f"step {apply.step}: non-finite numbers: {flags or 'in the sum of the gradients'}"
-    return clip(text)

@@ -65,9 +65,10 @@ class Feeder:
         self._router = Router(
             replicas_of(body, 0), body.wiring[0][self._number], credit_window(body, 0)
         )
-        self._missing: frozenset[int] = frozenset()
+        self._needs: dict[int, bytes] = {}
+        """Indices that the first step misses, with the stages that lack them."""
         self._resumed = trio.Event()
-        self._step = -1
+        self._step = self._first = -1
         self._moved = trio.Event()
         self._sent_to: dict[Microbatch, PeerId] = {}
 
@@ -78,13 +79,16 @@ class Feeder:
         if self._resumed.is_set():
             return
         count = self._training.microbatches_per_step
+        needs: dict[int, int] = {}
         try:
-            self._missing = frozenset(
-                index for each in message.missing for index in indices_of(each.bitmap, count)
-            )
+            for stage, settlement in enumerate(message.stages):
+                for index in indices_of(settlement.missing, count):
+                    needs[index] = needs.get(index, 0) | 1 << stage
         except ValueError as error:
             raise RemoteProtocolError(f"Resume: {error}") from error
-        self._step = message.step
+        size = (len(message.stages) + 7) // 8
+        self._needs = {index: mask.to_bytes(size, "little") for index, mask in needs.items()}
+        self._step = self._first = message.step
         self._resumed.set()
 
     def commit(self, message: Commit) -> None:
@@ -114,10 +118,9 @@ class Feeder:
                 self._inject(read, target)
 
     async def _read(self, send: trio.MemorySendChannel[_Read]) -> None:
-        first = self._step
         async with send:
-            for step in range(first, self._training.steps):
-                for index in self._own_indices(step, self._missing if step == first else None):
+            for step in range(self._first, self._training.steps):
+                for index in self._own_indices(step):
                     try:
                         read = await self._read_one(Microbatch(step, index))
                     except DataError as error:
@@ -125,13 +128,12 @@ class Feeder:
                         return
                     await send.send(read)
 
-    def _own_indices(self, step: int, missing: frozenset[int] | None) -> list[int]:
-        count = self._training.microbatches_per_step
+    def _own_indices(self, step: int) -> list[int]:
         return [
             index
-            for index in range(count)
+            for index in range(self._training.microbatches_per_step)
             if feeder_of(step, index, self._shares) == self._number
-            and (missing is None or index in missing)
+            and (step > self._first or index in self._needs)
         ]
 
     async def _read_one(self, mb: Microbatch) -> _Read:
@@ -143,7 +145,7 @@ class Feeder:
             microbatch_size=self._training.microbatch_size,
             samples=len(self._source),
         )
-        return _Read(mb, *await trio.to_thread.run_sync(self._source.microbatch, ids))
+        return _Read(mb, *await self._source.microbatch(ids))
 
     async def _credit(self, step: int) -> PeerId:
         """Wait until `step` is in hand and stage 0 has room for one more."""
@@ -163,6 +165,7 @@ class Feeder:
             weight=read.weight,
             path=(self._me,),
             tensors=self._tensors,
+            needs=self._needs[read.mb.index] if read.mb.step == self._first else b"",
         )
         self._links.post(target, message, (read.inputs, read.targets))
 

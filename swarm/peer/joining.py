@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 FETCH_SECONDS = 10.0
 JOIN_SECONDS = 300.0
 RETRY_SECONDS = 1.0
+MAX_NOT_YET = 10
+"""So often one peer is asked before others are."""
 
 
 class _Stranger:
@@ -35,8 +37,14 @@ class _Stranger:
     async def handle(self, peer: PeerId, boot: int, received: Received, answer: Answer) -> None:
         """Ignore it: whoever answered may also have something to say to members."""
 
+    def opened(self, peer: PeerId, boot: int) -> None:
+        """The question goes out on it."""
+
     def lost(self, peer: PeerId, reason: str) -> None:
         """Nothing depends on this link but the question that is asked on it."""
+
+    def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
+        """Whoever asks is told by the exception."""
 
 
 async def fetch_manifest(transport: Transport, run: RunId, addresses: Sequence[str]) -> Manifest:
@@ -119,12 +127,12 @@ async def find_swarm(links: Links, addresses: Sequence[str], known: Sequence[Pee
     raise PeerUnreachable("anybody", "; ".join(faults) or "no address is known")
 
 
-async def join(links: Links, first: PeerId, record: Signed, request: Signed) -> None:
-    """Ask `first`, and whoever leads according to it, to become a member.
+async def join(links: Links, first: PeerId, record: Signed, request: Signed) -> frozenset[PeerId]:
+    """Ask `first`, and whoever leads according to it, to become a member; return who took it in.
 
-    Raises JoinError if the leader refuses; PeerUnreachable if it cannot be reached.
+    Raises JoinError if the leader refuses; PeerUnreachable if it cannot be reached, or none leads.
     """
-    asked = first
+    asked, refusals = first, 0
     while True:
         received = await links.request(
             asked, lambda number: Join(id=number, record=record, request=request)
@@ -133,7 +141,11 @@ async def join(links: Links, first: PeerId, record: Signed, request: Signed) -> 
         if not isinstance(answer, JoinAnswer):
             raise PeerRefused(asked, f"answered Join with {type(answer).__name__}")
         if answer.refusal.startswith(NOT_YET):
+            refusals += 1
+            if refusals == MAX_NOT_YET:
+                raise PeerUnreachable(asked, answer.refusal)
             await trio.sleep(RETRY_SECONDS)
+            asked = first
         elif answer.refusal:
             raise JoinError(
                 "the swarm refused this peer",
@@ -141,7 +153,7 @@ async def join(links: Links, first: PeerId, record: Signed, request: Signed) -> 
                 hint="make this peer like the others in what the refusal names, and join again",
             )
         elif answer.leader == asked:
-            return
+            return frozenset({asked})
         elif asked != first:
             raise PeerUnreachable(asked, f"says that {answer.leader} leads, {first} says it does")
         else:

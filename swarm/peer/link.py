@@ -48,8 +48,16 @@ class Receiver(Protocol):
         Raises RemoteProtocolError if the peer may not say this: it ends the link."""
         ...
 
+    def opened(self, peer: PeerId, boot: int) -> None:
+        """A link to `peer` can be used."""
+        ...
+
     def lost(self, peer: PeerId, reason: str) -> None:
-        """A link to `peer` has ended, or could not be opened."""
+        """A link to `peer` has ended; frames may be lost."""
+        ...
+
+    def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
+        """A peer could not be dialled; these messages were meant for it."""
         ...
 
 

@@ -17,7 +17,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import TABLE, Channel, Message, Reply, Request
 from protocol.records import PeerRecord, RunId
 from protocol.signing import PeerId
-from swarm.errors import PeerError, PeerUnreachable
+from swarm.errors import NobodyListens, PeerError, PeerUnreachable
 from swarm.peer.link import MAX_QUEUED_MESSAGES, Link, Receiver, TrafficCount
 from swarm.ports import Buffer, ByteStream, Transport
 
@@ -82,7 +82,7 @@ class Links:
     def post(self, peer: PeerId, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Queue a message to a peer (which may be this one), dialling it if need be.
 
-        What cannot be delivered is reported to the receiver's `lost`."""
+        What cannot be delivered is told to the receiver: `lost`, or `unreachable`."""
         if peer == self.me:
             payload = _joined(payloads)
             self._to_self_send.send_nowait(Received(message, payload))
@@ -110,9 +110,13 @@ class Links:
         return await link.request(message(next(self._request_ids)))
 
     async def meet(self, address: str) -> PeerId:
-        """Dial an address without knowing who lives there; return who answered.
+        """Dial an address without knowing who lives there, unless there is a link; return who
+        answered.
 
         Raises PeerUnreachable or PeerRefused."""
+        for peer in sorted(self.connected()):
+            if address in self._addresses.get(peer, ()) and self._usable((peer, "bulk")):
+                return peer
         link = await self._open_link(address, None, "bulk")
         self.know(link.peer, (address,))
         self._begin(link, "bulk")
@@ -155,21 +159,24 @@ class Links:
             await self._connect(peer, channel)
         except PeerError as fault:
             # Where the other side has dialled meanwhile, all that waited went that way.
-            if self._dialling.pop((peer, channel), None) is not None:
-                self._receiver.lost(peer, fault.reason)
+            waiting = self._dialling.pop((peer, channel), None)
+            if waiting is not None:
+                self._receiver.unreachable(fault, [message for message, _ in waiting])
 
     async def _connect(self, peer: PeerId, channel: Channel) -> Link:
         """Return a new link that is being served. Raises PeerUnreachable."""
-        faults = ["no address is known"]
+        faults: list[PeerError] = []
         for address in self._addresses.get(peer, ()):
             try:
                 link = await self._open_link(address, peer, channel)
             except PeerError as fault:
-                faults = [*faults[1:], f"{address} {fault.reason}"]
+                faults.append(type(fault)(peer, f"{address} {fault.reason}"))
                 continue
             self._begin(link, channel)
             return link
-        raise PeerUnreachable(peer, "; ".join(faults))
+        reason = "; ".join(fault.reason for fault in faults) or "no address is known"
+        gone = bool(faults) and all(isinstance(fault, NobodyListens) for fault in faults)
+        raise (NobodyListens if gone else PeerUnreachable)(peer, reason)
 
     async def _open_link(self, address: str, peer: PeerId | None, channel: Channel) -> Link:
         stream = await self._transport.dial(address, peer)
@@ -215,6 +222,8 @@ class Links:
         key = (link.peer, channel)
         self._open.setdefault(key, []).append(link)
         link.connection.max_payload_bytes = self._max_payload_bytes
+        assert link.connection.remote_hello is not None
+        self._receiver.opened(link.peer, link.connection.remote_hello.boot)
         for message, payloads in self._dialling.pop(key, ()):
             self.post(link.peer, message, payloads)
 

@@ -16,7 +16,7 @@ from protocol.messages import Backward, Forward, Microbatch
 from protocol.records import TensorSpec
 from protocol.signing import PeerId
 from swarm.core.dataorder import feeder_of
-from swarm.core.ledger import DoubleCount
+from swarm.core.ledger import DoubleCount, mask_of
 from swarm.core.routing import Inflow, Router, credit_window
 from swarm.core.step import ReplicaState, Trouble, replicas_of
 from swarm.errors import ModelError
@@ -26,6 +26,8 @@ from swarm.ports import Buffer
 log = logging.getLogger(__name__)
 
 BACKWARD_RANK, FORWARD_RANK = 0, 1
+COMPUTING = (ReplicaState.FILLING, ReplicaState.REDUCING, ReplicaState.PREPARED)
+"""A stage that is reduced already still computes what other stages lack."""
 
 
 @dataclass(order=True)
@@ -45,6 +47,10 @@ class _Journey:
 
     path: tuple[PeerId, ...]
     weight: int
+    accumulate: bool
+    """Whether this stage's ledger lacks it."""
+    below: bool
+    """Whether a stage below lacks it and needs the gradient."""
 
 
 class Pipeline:
@@ -92,9 +98,10 @@ class Pipeline:
     def check_payload(self, message: Forward | Backward) -> None:
         """Raise RemoteProtocolError unless the message carries the tensors of this stage."""
         wanted: tuple[TensorSpec, ...] = ()
-        if not message.nonfinite:
-            forward = isinstance(message, Forward)
-            wanted = (self._input, self._target) if forward else (self._output,)
+        if isinstance(message, Forward) and not message.nonfinite:
+            wanted = (self._input, self._target)
+        elif not message.nonfinite and self._wants_gradient(message.microbatch):
+            wanted = (self._output,)
         if message.tensors != wanted:
             raise RemoteProtocolError(
                 f"mb={message.microbatch}: {type(message).__name__} carries "
@@ -119,7 +126,8 @@ class Pipeline:
         shares = [feeder.share for feeder in self._role.body.feeders]
         if stage == 0 and sources[feeder_of(mb.step, mb.index, shares)] != sender:
             raise RemoteProtocolError(f"mb={mb} is not for {sender} to feed")
-        if mb.step == self._step.version and mb.index in self._executor.ledger:
+        in_hand = mb.step == self._step.version and self._step.is_working
+        if in_hand and self._lacks(message, stage) and mb.index in self._executor.ledger:
             raise RemoteProtocolError(f"mb={mb} is in the ledger already")
         if mb in self._in_hand:
             raise RemoteProtocolError(f"mb={mb} was sent twice, now by {sender}")
@@ -138,7 +146,20 @@ class Pipeline:
         del self._sent_to[mb]
         self._router.give_back(sender, mb.step)
         self._send_waiting()
-        self._push(_Task(mb.step, BACKWARD_RANK, mb.index, message, payload))
+        if not message.tensors and not self._wants_gradient(mb):
+            self._answer(mb, message.nonfinite, None)  # only the credit comes back
+        else:
+            self._push(_Task(mb.step, BACKWARD_RANK, mb.index, message, payload))
+
+    def _wants_gradient(self, mb: Microbatch) -> bool:
+        """Return whether this stage or one below lacks a microbatch that was sent on."""
+        journey = self._journeys.get(mb)
+        return journey is None or journey.accumulate or journey.below
+
+    @staticmethod
+    def _lacks(message: Forward, stage: int) -> bool:
+        """Return whether the ledger of `stage` lacks a microbatch."""
+        return not message.needs or bool(mask_of(message.needs) >> stage & 1)
 
     def _check_name(self, mb: Microbatch) -> None:
         if mb.index >= self._training.microbatches_per_step or mb.step >= self._training.steps:
@@ -176,7 +197,7 @@ class Pipeline:
             self._perform([Trouble(f"mb={mb} by way of {task.message.path}: {error}")])
 
     def _next(self) -> _Task | None:
-        ready = self._step.state is ReplicaState.FILLING and self._tasks
+        ready = self._step.state in COMPUTING and self._tasks
         if ready and self._tasks[0].step == self._step.version:
             return heapq.heappop(self._tasks)
         return None
@@ -184,14 +205,17 @@ class Pipeline:
     async def _compute_forward(self, message: Forward, payload: Buffer) -> None:
         mb = message.microbatch
         log.debug("forward mb=%s stage=%d", mb, self._role.stage)
-        self._journeys[mb] = _Journey(message.path, message.weight)
+        stage = self._role.stage
+        accumulate = self._lacks(message, stage)
+        below = any(self._lacks(message, each) for each in range(stage))
+        self._journeys[mb] = _Journey(message.path, message.weight, accumulate, below)
         inputs, targets = payload[: self._input.nbytes], payload[self._input.nbytes :]
         if self._role.is_last:
             if message.nonfinite:
-                await self._executor.flag(mb, message.nonfinite, message.weight)
+                await self._executor.flag(mb, message.nonfinite, message.weight, accumulate)
                 self._answer(mb, message.nonfinite, None)
             else:
-                turn = await self._executor.turn(mb, inputs, targets, message.weight)
+                turn = await self._executor.turn(mb, inputs, targets, message.weight, accumulate)
                 self._answer(mb, turn.nonfinite, turn.gradient)
             return
         nonfinite, output = message.nonfinite, None
@@ -199,14 +223,16 @@ class Pipeline:
             outcome = await self._executor.forward(mb, inputs)
             nonfinite, output = outcome.nonfinite, outcome.tensor
         if nonfinite:
-            await self._executor.flag(mb, nonfinite, message.weight)
-            self._perform(self._step.accounted(self._executor.ledger))
+            await self._executor.flag(mb, nonfinite, message.weight, accumulate)
+            if accumulate:
+                self._perform(self._step.accounted(self._executor.ledger))
         onward = Forward(
             fence=self._role.fence,
             microbatch=mb,
             weight=message.weight,
             path=(*message.path, self._role.me.peer),
             tensors=() if nonfinite else (self._output, self._target),
+            needs=message.needs,
             nonfinite=nonfinite,
         )
         self._without_credit.append((onward, () if output is None else (output, targets)))
@@ -227,13 +253,13 @@ class Pipeline:
     async def _compute_backward(self, message: Backward, payload: Buffer) -> None:
         mb = message.microbatch
         log.debug("backward mb=%s stage=%d", mb, self._role.stage)
-        weight = self._journeys[mb].weight
+        journey = self._journeys[mb]
         if not message.nonfinite:
-            outcome = await self._executor.backward(mb, payload, weight)
+            outcome = await self._executor.backward(mb, payload, journey.weight, journey.accumulate)
             self._answer(mb, outcome.nonfinite, outcome.tensor)
             return
         if mb.index not in self._executor.ledger:
-            await self._executor.flag(mb, message.nonfinite, weight)
+            await self._executor.flag(mb, message.nonfinite, journey.weight, journey.accumulate)
         self._answer(mb, message.nonfinite, None)
 
     def _answer(self, mb: Microbatch, nonfinite: str, gradient: Buffer | None) -> None:
@@ -243,7 +269,7 @@ class Pipeline:
         self._inflow.release(source, mb)
         self._in_hand.remove(mb)
         self.samples += self._training.microbatch_size
-        tensors = () if self._role.stage == 0 or gradient is None else (self._input,)
+        tensors = () if gradient is None or not journey.below else (self._input,)
         backward = Backward(
             fence=self._role.fence,
             microbatch=mb,
@@ -252,7 +278,8 @@ class Pipeline:
             nonfinite=nonfinite,
         )
         self._links.post(source, backward, (gradient,) if tensors and gradient is not None else ())
-        self._perform(self._step.accounted(self._executor.ledger))
+        if journey.accumulate:
+            self._perform(self._step.accounted(self._executor.ledger))
 
 
 def _specs(specs: Sequence[TensorSpec]) -> str:

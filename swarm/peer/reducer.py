@@ -134,6 +134,8 @@ class Reducer:
 
     async def _contribute(self) -> None:
         step = self._step.version
+        await self._executor.begin_reduction()
+        self._gathered.clear()
         log.debug("reduction step=%d stage=%d", step, self._role.stage)
         ledger = self._executor.ledger
         has_part = len(ledger) > len(ledger.flags)

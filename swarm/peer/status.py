@@ -3,10 +3,13 @@
 Fields are documented in docs/cli.md.
 """
 
+from collections.abc import Sequence
+from dataclasses import asdict
+
 from protocol.messages import LeaderBeat, MemberView, Traffic
 from protocol.records import PlanBody
 from swarm.peer.control import Control
-from swarm.peer.epoch import Epoch
+from swarm.peer.epoch import Course, Epoch
 
 
 def status_of(
@@ -16,6 +19,9 @@ def status_of(
     own_traffic: tuple[Traffic, ...],
     phase: str,
     listen: str,
+    losses: Sequence[tuple[int, float]],
+    courses: Sequence[Course],
+    replayed: int,
     dht: dict[str, object],
 ) -> dict[str, object]:
     """Return the state of the swarm as the leader last told it, and of this peer."""
@@ -33,14 +39,26 @@ def status_of(
         "council_note": _council_note(plan.header.council),
         "phase": _phase(plan.body, phase, control),
         "trouble": control.trouble,
+        "planning_trouble": control.planning_trouble,
         "waiting_for_peers": beat.waiting_for if beat is not None else None,
         "steps": training.steps,
-        **_newest_step(plan.body, beat, epoch),
+        **_newest_step(plan.body, beat, epoch, losses),
         "samples_per_second": beat.samples_per_second if beat is not None else 0.0,
         "plan_reason": plan.body.reason,
         "predicted_step_seconds": plan.body.step_seconds,
         "completed_version": plan.body.completed.version if plan.body.completed else None,
         "stages": _stages(plan.body, views),
+        "standby": [
+            {
+                "peer": each.member.peer,
+                "stage": each.stage,
+                "state": views[each.member.peer].state if each.member.peer in views else "unknown",
+            }
+            for each in plan.body.standby
+        ],
+        "lineage": plan.header.lineage,
+        "replayed": replayed,
+        "plans": [asdict(each) for each in courses],
         "feeders": [feeder.member.peer for feeder in plan.body.feeders],
         "members": [_member(view, control.beat_age_seconds) for view in views.values()],
         "bytes_by_kind": _traffic([t for view in views.values() for t in view.traffic]),
@@ -49,9 +67,9 @@ def status_of(
             "boot": control.me.boot,
             "listen": listen,
             "state": epoch.state if epoch is not None else phase,
-            "stage": epoch.role.stage if epoch is not None and epoch.role is not None else None,
+            "stage": epoch.stage if epoch is not None and epoch.stage >= 0 else None,
             "version": epoch.version if epoch is not None else 0,
-            "losses": [list(pair) for pair in epoch.losses] if epoch is not None else [],
+            "losses": [list(pair) for pair in losses],
             "bytes_by_kind": _traffic(own_traffic),
             "dht": dht,
         },
@@ -68,13 +86,19 @@ def _phase(body: PlanBody, phase: str, control: Control) -> str:
     return "training" if body.stages else phase
 
 
-def _newest_step(body: PlanBody, beat: LeaderBeat | None, epoch: Epoch | None) -> dict[str, object]:
+def _newest_step(
+    body: PlanBody,
+    beat: LeaderBeat | None,
+    epoch: Epoch | None,
+    losses: Sequence[tuple[int, float]],
+) -> dict[str, object]:
     """Return version and loss of the newest committed step: this peer's own, or the leader's word.
 
     What one has committed, all were prepared for."""
     version, loss = (beat.version, beat.loss) if beat is not None else (0, None)
-    if epoch is not None and epoch.version >= version and epoch.loss is not None:
-        version, loss = epoch.version, epoch.loss
+    own = epoch.version if epoch is not None else losses[-1][0] + 1 if losses else 0
+    if own >= version and losses:
+        version, loss = own, losses[-1][1]
     if body.completed is not None:
         version = body.completed.version
     return {"version": version, "loss": loss}

@@ -1,16 +1,25 @@
 import hashlib
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.records import DataSpec, LossSpec, ModelSpec, SampleSpec, Training
-from swarm.adapters.datasets import Piece, WindowSource, open_source
+from swarm.adapters.datasets import (
+    Piece,
+    SampleReader,
+    ThreadedSource,
+    WindowSource,
+    open_source,
+)
 from swarm.errors import DataError
 from swarm.ports import DataSource
 
@@ -75,11 +84,15 @@ def training_of(data: DataSpec, weight: str = "targets") -> Training:
     return Training("test", 1, 1, 2, ModelSpec("a:b"), data, loss=LossSpec(weight=weight))
 
 
-def text_source(folder: Path, *files: str, length: int = 4, weight: str = "targets") -> DataSource:
+def text_source(
+    folder: Path, *files: str, length: int = 4, weight: str = "targets"
+) -> SampleReader:
     return open_source(training_of(DataSpec("text", files, length), weight), folder)
 
 
-def token_source(folder: Path, file: str, dtype="uint16", vocabulary=1000, length=4) -> DataSource:
+def token_source(
+    folder: Path, file: str, dtype="uint16", vocabulary=1000, length=4
+) -> SampleReader:
     data = DataSpec("tokens", (file,), length, vocabulary, dtype)
     return open_source(training_of(data), folder)
 
@@ -422,3 +435,68 @@ def test_the_digest_of_many_samples_reads_1024_of_them(factory_source):
         digest.update(b"float32 (3,)\n" + np.full(3, sample, "<f4").tobytes())
         digest.update(b"int64 ()\n" + np.int64(sample).tobytes())
     assert source.digest() == digest.digest()
+
+
+# --- in a thread --------------------------------------------------------------------------
+
+
+def test_the_source_gives_what_its_reader_gives(tmp_path: Path):
+    (tmp_path / "a").write_bytes(b"abcdefghi")
+    reader = text_source(tmp_path, "a")
+    source: DataSource = ThreadedSource(reader)
+
+    async def main():
+        assert len(source) == len(reader) == 2
+        assert await source.digest() == reader.digest()
+        assert await source.microbatch([1, 0]) == reader.microbatch([1, 0])
+        with pytest.raises(ValueError, match="sample 2"):
+            await source.microbatch([2])
+        (tmp_path / "a").write_bytes(b"")
+        with pytest.raises(DataError, match="became shorter"):
+            await source.digest()
+
+    trio.run(main)
+
+
+class Waiting:
+    """A reader that waits for the test, and counts how many are in it at once."""
+
+    def __init__(self):
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.inside, self.most = 0, 0
+        self.threads = set()
+
+    def __len__(self):
+        return 3
+
+    def digest(self):
+        self.microbatch([0])
+        return bytes(32)
+
+    def microbatch(self, sample_ids):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.threads.add(threading.get_ident())
+        self.begun.set()
+        assert self.go.wait(10)
+        self.inside -= 1
+        return memoryview(b""), memoryview(b""), 1
+
+
+def test_reading_does_not_hold_up_the_loop_and_is_done_by_one_thread_at_a_time():
+    reader = Waiting()
+    source = ThreadedSource(reader)
+
+    async def main():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(source.digest)
+            nursery.start_soon(source.microbatch, [1])
+            nursery.start_soon(source.microbatch, [2])
+            await trio.testing.wait_all_tasks_blocked()
+            assert await trio.to_thread.run_sync(reader.begun.wait, 10)
+            assert reader.inside == 1
+            reader.go.set()
+
+    trio.run(main)
+    assert reader.most == 1
+    assert threading.get_ident() not in reader.threads

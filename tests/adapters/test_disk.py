@@ -1,12 +1,7 @@
 import errno
-import json
 import os
-import resource
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,46 +14,34 @@ from protocol.signing import Identity
 from swarm.adapters.disk import (
     DiskStorage,
     Home,
-    checkpoint_versions,
-    has_checkpoint,
-    read_checkpoint,
-    write_checkpoint,
     write_file_durably,
 )
 from swarm.config import PeerSettings
+from swarm.core.chain import HARD_STATE, HardState
 from swarm.errors import ConfigError, HomeError
 from swarm.ports import Storage
+from tests.adapters.file_limits import largest_file
 
 SEED = bytes(range(32))
 TRAINING = Training("t", 1, 1, 1, ModelSpec("a:b"), DataSpec("text", ("a",), 1))
-MANIFEST = Manifest(TRAINING, Identity.from_seed(SEED).peer, bytes(32))
+RECOVERY_SEED = b"r" * 32
+RECOVERY = Identity.from_seed(RECOVERY_SEED).peer
+MANIFEST = Manifest(TRAINING, Identity.from_seed(SEED).peer, RECOVERY, bytes(32))
 
 
-def create(folder: Path) -> Home:
+def create(folder: Path, recovery_seed: bytes | None = RECOVERY_SEED) -> Home:
     return Home.create(
         folder,
         manifest=MANIFEST,
         swarm_key=b"k" * 32,
         settings=PeerSettings(threads=3),
         seed=SEED,
+        recovery_seed=recovery_seed,
     )
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """Let the kernel refuse to write files beyond `nbytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
 
 
 # --- home ---------------------------------------------------------------------------------
@@ -78,9 +61,61 @@ def test_a_home_holds_what_it_was_made_with(tmp_path: Path):
 
 def test_secrets_are_for_the_owner_only(tmp_path: Path):
     create(tmp_path / "home").close()
-    for name in ("identity.key", "swarm.key", "state/boot"):
+    for name in ("identity.key", "swarm.key", "recovery.key", "state/boot", "state/agreement"):
         assert (tmp_path / "home" / name).stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_recovery_key_is_in_the_home_that_was_made_with_it(tmp_path: Path):
+    with create(tmp_path / "founder") as home:
+        recovery = home.recovery()
+        assert recovery is not None and recovery.peer == RECOVERY == home.manifest().recovery
+    with create(tmp_path / "member", recovery_seed=None) as home:
+        assert home.recovery() is None
+        assert "recovery.key" not in names(tmp_path / "member")
+
+
+def test_a_recovery_key_may_be_taken_away_and_brought_back(tmp_path: Path):
+    """Its owner keeps it elsewhere: the home is whole without it."""
+    create(tmp_path).close()
+    key = tmp_path / "recovery.key"
+    kept = key.read_bytes()
+    key.unlink()
+    with Home.open(tmp_path) as home:
+        assert home.recovery() is None
+        key.write_bytes(kept)
+        key.chmod(0o600)
+        found = home.recovery()
+        assert found is not None and found.peer == RECOVERY
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [(b"short", 0o600, "has 5 bytes, not 32"), (RECOVERY_SEED, 0o640, "others can read")],
+)
+def test_a_recovery_key_that_is_damaged_or_no_secret_is_refused(
+    tmp_path: Path, content: bytes, mode: int, words: str
+):
+    with create(tmp_path) as home:
+        (tmp_path / "recovery.key").write_bytes(content)
+        (tmp_path / "recovery.key").chmod(mode)
+        with pytest.raises(HomeError, match=words):
+            home.recovery()
+
+
+def test_a_new_home_knows_the_genesis_and_has_not_voted(tmp_path: Path):
+    with create(tmp_path) as home:
+        agreement = home.agreement(lambda: 0.5)
+    assert agreement.newest.header.epoch == 0
+    assert agreement.newest.header.run == MANIFEST.run
+    assert agreement.newest.header.council == (MANIFEST.founder,)
+
+
+def test_what_was_voted_and_accepted_is_there_after_a_restart(tmp_path: Path):
+    with create(tmp_path) as home:
+        home.storage.save(HARD_STATE, canonical(HardState(term=7, voted_for="somebody")))
+    with Home.open(tmp_path) as home:
+        assert home.agreement(lambda: 0.5).term == 7
 
 
 def test_every_home_gets_its_own_identity(tmp_path: Path):
@@ -160,6 +195,7 @@ def test_opening_nothing_makes_nothing(tmp_path: Path):
     ("name", "words"),
     [
         ("state/boot", "is missing"),
+        ("state/agreement", "is missing"),
         ("swarm.key", "is missing"),
         ("manifest", "is missing"),
         ("run", "is missing"),
@@ -180,9 +216,14 @@ def test_a_key_without_its_state_does_not_start(tmp_path: Path, name: str, words
     ("name", "content", "words"),
     [
         ("state/boot", b"many", "no number"),
+        ("state/agreement", b"\x81", "is damaged"),
         ("identity.key", b"short", "has 5 bytes, not 32"),
         ("swarm.key", bytes(33), "has 33 bytes"),
-        ("manifest", canonical(Manifest(TRAINING, "x", bytes(32))), "not the manifest of the run"),
+        (
+            "manifest",
+            canonical(Manifest(TRAINING, "x", RECOVERY, bytes(32))),
+            "not the manifest of the run",
+        ),
         ("run", b"0" * 63, "64 hexadecimal digits"),
     ],
 )
@@ -328,86 +369,3 @@ def test_a_durable_file_has_the_returned_hash_and_ordinary_rights(tmp_path: Path
     assert (tmp_path / "out").read_bytes() == data
     assert digest == sha256(data)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
-
-
-# --- checkpoints -------------------------------------------------------------------------
-
-
-def test_a_checkpoint_gives_back_what_was_written(tmp_path: Path):
-    layers = {3: b"three" * 1000, 1: memoryview(b"one")}
-    hashes = write_checkpoint(tmp_path, 12, layers)
-    assert hashes == (sha256(b"one"), sha256(b"three" * 1000))
-    assert read_checkpoint(tmp_path, 12) == {1: b"one", 3: b"three" * 1000}
-    assert read_checkpoint(tmp_path, 12, [3]) == {3: b"three" * 1000}
-    assert has_checkpoint(tmp_path, 12)
-    assert has_checkpoint(tmp_path, 12, [1])
-    assert not has_checkpoint(tmp_path, 12, [1, 2])
-    assert not has_checkpoint(tmp_path, 13)
-
-
-def test_the_list_is_plain_json(tmp_path: Path):
-    write_checkpoint(tmp_path, 7, {0: b"zero"})
-    (listing,) = tmp_path.glob("*/checkpoint.json")
-    assert json.loads(listing.read_text()) == {
-        "version": 7,
-        "layers": [
-            {
-                "layer": 0,
-                "file": "layer-00000.safetensors",
-                "nbytes": 4,
-                "sha256": sha256(b"zero").hex(),
-            }
-        ],
-    }
-
-
-def test_versions_are_listed_when_they_are_complete(tmp_path: Path):
-    assert checkpoint_versions(tmp_path / "absent") == ()
-    for version in (20, 3):
-        write_checkpoint(tmp_path, version, {0: b"x"})
-    with largest_file(2), pytest.raises(HomeError):
-        write_checkpoint(tmp_path, 30, {0: b"x", 1: b"too long"})
-    assert checkpoint_versions(tmp_path) == (3, 20)
-    assert not has_checkpoint(tmp_path, 30)
-    with pytest.raises(HomeError, match="no checkpoint 30"):
-        read_checkpoint(tmp_path, 30)
-
-
-def test_writing_a_version_again_replaces_it(tmp_path: Path):
-    write_checkpoint(tmp_path, 5, {0: b"a", 1: b"b"})
-    write_checkpoint(tmp_path, 5, {1: b"c"})
-    assert read_checkpoint(tmp_path, 5) == {1: b"c"}
-    assert len(list(tmp_path.glob("*/layer-*"))) == 1
-
-
-def test_a_version_that_is_replaced_is_not_there_meanwhile(tmp_path: Path):
-    write_checkpoint(tmp_path, 5, {0: b"a"})
-    with largest_file(2), pytest.raises(HomeError):
-        write_checkpoint(tmp_path, 5, {0: b"too long"})
-    assert checkpoint_versions(tmp_path) == ()
-
-
-def test_damage_is_never_data(tmp_path: Path):
-    write_checkpoint(tmp_path, 5, {0: b"aaaa", 1: b"bbbb"})
-    (path,) = tmp_path.glob("*/layer-00001*")
-    path.write_bytes(b"bbbc")
-    assert not has_checkpoint(tmp_path, 5)
-    assert has_checkpoint(tmp_path, 5, [0])
-    with pytest.raises(HomeError) as caught:
-        read_checkpoint(tmp_path, 5)
-    assert sha256(b"bbbb").hex() in caught.value.evidence[0]
-    path.unlink()
-    with pytest.raises(HomeError, match="does not exist"):
-        read_checkpoint(tmp_path, 5, [1])
-    with pytest.raises(HomeError, match="no layer 4"):
-        read_checkpoint(tmp_path, 5, [4])
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"version": 6, "layers": []}'])
-def test_a_list_that_is_none_is_damage(tmp_path: Path, content: bytes):
-    write_checkpoint(tmp_path, 5, {0: b"a"})
-    (listing,) = tmp_path.glob("*/checkpoint.json")
-    listing.write_bytes(content)
-    assert not has_checkpoint(tmp_path, 5)
-    with pytest.raises(HomeError, match="is damaged"):
-        read_checkpoint(tmp_path, 5)

@@ -20,7 +20,12 @@ from protocol.records import PeerRecord
 from protocol.signing import Identity
 from swarm.adapters import orphan_guard
 from swarm.adapters.asyncio_thread import AsyncioThread
-from swarm.adapters.dht_records import MAX_FUTURE_SECONDS, MAX_SEALED_BYTES, RecordSeal
+from swarm.adapters.dht_records import (
+    MAX_FUTURE_SECONDS,
+    MAX_SEALED_BYTES,
+    RECORD_SECONDS,
+    RecordSeal,
+)
 from swarm.adapters.hivemind_dht import HivemindDht
 from swarm.errors import DhtError
 
@@ -270,6 +275,23 @@ def test_records_that_an_outsider_planted_are_invisible(tmp_path: Path, entry: E
                     assert await bob.lookup() == (record_of(ALICE),)
 
     trio.run(main)
+
+
+def test_a_wall_clock_that_is_wrong_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = time.time() + RECORD_SECONDS + 3600
+    entry = (CAROL.peer, RecordSeal(KEY, RUN).seal(CAROL, record_of(CAROL), late, NONCE), late)
+
+    async def main() -> None:
+        async with node(ALICE, tmp_path) as alice:
+            async with outsider(alice.addresses, [entry, entry]) as found:
+                assert CAROL.peer in found
+
+    trio.run(main)
+    told = [each.getMessage() for each in caplog.records if "wall clock" in each.getMessage()]
+    assert len(told) == 1
+    assert CAROL.peer in told[0] and "ahead_seconds=3" in told[0]
 
 
 def test_outsiders_cannot_fill_our_memory(tmp_path: Path) -> None:

@@ -72,13 +72,13 @@ class Slow(TorchStage):
         self.order: list[int] = []
         self.niceness = 0
 
-    def flag(self, mb: Microbatch, layer: str, weight: int) -> None:
+    def flag(self, mb: Microbatch, layer: str, weight: int, accumulate: bool = True) -> None:
         self.begun.set()
         assert self.go.wait(10)
         self.threads.append(threading.get_ident())
         self.order.append(mb.index)
         self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        super().flag(mb, layer, weight)
+        super().flag(mb, layer, weight, accumulate)
 
 
 def test_the_loop_runs_while_a_task_computes_and_tasks_keep_their_order() -> None:
@@ -105,6 +105,62 @@ def test_the_loop_runs_while_a_task_computes_and_tasks_keep_their_order() -> Non
 
     trio.run(main)
     assert len(set(stage.threads)) == 1 and threading.get_ident() not in stage.threads
+
+
+def test_it_is_told_for_how_long_a_task_has_been_running() -> None:
+    stage = Slow()
+
+    async def main() -> None:
+        executor = ThreadedExecutor(stage)
+        assert executor.task_seconds == 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(executor.flag, Microbatch(0, 0), "embed", 1)
+            assert await trio.to_thread.run_sync(stage.begun.wait, 10)
+            before, begun = executor.task_seconds, trio.current_time()
+            while trio.current_time() - begun < 0.01:
+                await trio.lowlevel.checkpoint()
+            assert 0 < before < before + 0.01 <= executor.task_seconds
+            assert executor.compute_seconds == 0
+            stage.go.set()
+        assert executor.task_seconds == 0
+        assert executor.compute_seconds >= 0.01
+        await executor.aclose()
+
+    trio.run(main)
+
+
+def test_a_replica_made_from_anothers_state_follows_it() -> None:
+    stages, source = [(0, 4)], source_of(GPT)
+
+    async def main() -> None:
+        donor, late = make_executor(GPT), make_executor(GPT)
+        await donor.build(stages, 0)
+        await donor.turn(Microbatch(0, 0), *source.microbatch(sample_ids(0, 0)))
+        snapshot = await donor.snapshot(0)
+        assert snapshot is not None and await donor.snapshot(1) is None
+        await late.load(stages, 0, 0, snapshot)
+        await late.turn(Microbatch(0, 0), *source.microbatch(sample_ids(0, 0)), accumulate=False)
+        assert len(donor.ledger) == 1 and len(late.ledger) == 0
+        elements = sum(slot.stop - slot.start for slot in bucket.slots)
+        await donor.begin_reduction()
+        await donor.reduce(0, 0, elements, [await donor.part(0, 0, elements)])
+        assert await donor.settle() and not await late.settle()
+        gradient = await donor.gradient(0)
+        assert gradient is not None
+        await late.load_gradient(0, gradient)
+        assert await late.square_norms() == await donor.square_norms()
+        await donor.discard()
+        assert len(donor.ledger) == 0
+        for one in (donor, late):
+            await one.commit(0, TOTALS)
+        found, expected = await late.snapshot(1), await donor.snapshot(1)
+        assert found == expected != snapshot
+        for one in (donor, late):
+            await one.aclose()
+
+    surveyed = TorchStage(GPT)
+    (bucket,) = buckets(surveyed.profile().shape, stages)
+    trio.run(main)
 
 
 def test_a_cancelled_caller_gets_its_result_and_the_task_is_done_once() -> None:

@@ -61,7 +61,7 @@ ROOTS = Training(
 
 
 class OneBad:
-    """A DataSource whose microbatch 0/1 (samples 2 and 3) has the given numbers."""
+    """A reader whose microbatch 0/1 (samples 2 and 3) has the given numbers."""
 
     def __init__(self, sample: float, target: float) -> None:
         self._bad = (sample, target)

@@ -161,6 +161,6 @@ def test_shards_make_the_sum(values: list[int], cut: int, data: st.DataObject) -
     expected = torch.from_numpy(array).double().mul(2.0**-40).float()
     assert torch.equal(torch.cat([updates["a"], updates["b"].view(-1)]), expected)
     assert not any(bytes(owner.part(0, 0, 6)))
-    owner.clear()
+    owner.advance()
     with pytest.raises(RuntimeError, match="reduced up to 0 of 6"):
         owner.square_norms()

@@ -17,6 +17,7 @@ from protocol.records import (
     SampleSpec,
     Training,
 )
+from swarm.adapters.datasets import SampleReader
 from swarm.adapters.reference import run_reference
 from swarm.adapters.torch_stage import TorchStage
 from swarm.adapters.weights import merge
@@ -24,7 +25,6 @@ from swarm.core.model import ModelShape
 from swarm.core.reduction import buckets, shard_bounds
 from swarm.core.totals import totals_of
 from swarm.models import convnet
-from swarm.ports import DataSource
 
 STEPS, MICROBATCHES, SIZE, TOKENS = 3, 5, 2, 8
 
@@ -55,7 +55,7 @@ PICTURES = msgspec.structs.replace(
 
 
 class RandomTokens:
-    """A DataSource of random token ids: the last of every sample is not a target."""
+    """A reader of random token ids: the last of every sample is not a target."""
 
     def digest(self) -> bytes:
         return b"\0" * 32
@@ -72,7 +72,7 @@ class RandomTokens:
 
 
 class Pictures:
-    """A DataSource of generated pictures."""
+    """A reader of generated pictures."""
 
     def __init__(self) -> None:
         self.dataset = convnet.shapes(1000, 8)
@@ -94,7 +94,7 @@ class Pictures:
         )
 
 
-def source_of(training: Training) -> DataSource:
+def source_of(training: Training) -> SampleReader:
     return RandomTokens() if training.data.source == "text" else Pictures()
 
 
@@ -111,7 +111,7 @@ def sample_ids(step: int, index: int) -> list[int]:
 
 def reference(
     training: Training,
-    source: DataSource | None = None,
+    source: SampleReader | None = None,
     progress: Callable[[int, float | None], None] = lambda version, loss: None,
 ) -> bytes:
     return run_reference(training, source or source_of(training), sample_ids, progress)
@@ -136,12 +136,12 @@ class Swarm:
         shares = [list(range(1, count + 1)) for count in counts]
         return cls(training, stages, replicas, shares)
 
-    def train(self, source: DataSource | None = None) -> bytes:
+    def train(self, source: SampleReader | None = None) -> bytes:
         for step in range(self.training.steps):
             self.commit(step, self.step(source or source_of(self.training), step))
         return self.export()
 
-    def step(self, source: DataSource, step: int) -> Totals:
+    def step(self, source: SampleReader, step: int) -> Totals:
         """All microbatches of a step, last first: not the order of the reference."""
         for index in reversed(range(self.training.microbatches_per_step)):
             self.microbatch(source, Microbatch(step, index))
@@ -151,7 +151,7 @@ class Swarm:
         for one in itertools.chain(*self.replicas):
             one.commit(step, totals)
 
-    def microbatch(self, source: DataSource, mb: Microbatch) -> None:
+    def microbatch(self, source: SampleReader, mb: Microbatch) -> None:
         inputs, targets, weight = source.microbatch(sample_ids(mb.step, mb.index))
         path = [group[(mb.index * 7 + mb.step) % len(group)] for group in self.replicas]
         hidden = inputs
@@ -173,6 +173,8 @@ class Swarm:
             gradient, bad = outcome.tensor, outcome.nonfinite
 
     def reduce(self) -> Totals:
+        for one in itertools.chain(*self.replicas):
+            one.begin_reduction()
         for bucket in buckets(self.shape, self.stages):
             owners = self.replicas[bucket.stages[0]]
             users = [one for stage in bucket.stages for one in self.replicas[stage]]

@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from protocol.messages import Heartbeat
 from protocol.packing import canonical
 from protocol.records import (
     BALLOT_PURPOSE,
+    CONSENT_PURPOSE,
     JOIN_REQUEST_PURPOSE,
+    OBSERVATION_PURPOSE,
     PEER_RECORD_PURPOSE,
     Ballot,
     Certificate,
     CertifiedPlan,
+    Consent,
     DataSpec,
     ExecutionSpec,
     FeederPlan,
@@ -20,6 +24,7 @@ from protocol.records import (
     Manifest,
     Member,
     ModelSpec,
+    Observation,
     PeerRecord,
     PlanBody,
     PlanHeader,
@@ -37,6 +42,7 @@ from swarm.core.planning import Candidate
 
 PEOPLE = sorted((Identity.from_seed(bytes([n]) * 32) for n in range(1, 13)), key=lambda i: i.peer)
 """Peers in the order of their ids."""
+RECOVERY = Identity.from_seed(b"r" * 32)
 OUTPUT = TensorSpec("float32", (4, 8))
 
 
@@ -47,6 +53,7 @@ def training(
     cuts: tuple[int, ...] = (),
     determinism: Literal["standard", "exact"] = "standard",
     on_nonfinite: Literal["halt", "skip"] = "halt",
+    max_replicas: int = 0,
 ) -> Training:
     """Return the tables of a run."""
     return Training(
@@ -57,16 +64,18 @@ def training(
         model=ModelSpec("models:make"),
         data=DataSpec("text", ("${stdlib}",), 8),
         execution=ExecutionSpec(determinism=determinism, on_nonfinite=on_nonfinite),
-        slicing=SlicingSpec(cuts),
+        slicing=SlicingSpec(cuts, max_replicas),
     )
 
 
 def manifest(founder: PeerId = PEOPLE[0].peer, run: Training | None = None) -> Manifest:
     """Return the manifest of a run."""
-    return Manifest(run if run is not None else training(), founder, b"n" * 32)
+    return Manifest(run if run is not None else training(), founder, RECOVERY.peer, b"n" * 32)
 
 
-def record(who: Identity, run: bytes, *, boot: int = 1, peer: PeerId = "") -> Signed:
+def record(
+    who: Identity, run: bytes, *, boot: int = 1, peer: PeerId = "", host_label: str = ""
+) -> Signed:
     """Return a peer record, signed by `who`."""
     where = PeerRecord(
         run=run,
@@ -75,6 +84,7 @@ def record(who: Identity, run: bytes, *, boot: int = 1, peer: PeerId = "") -> Si
         addresses=("127.0.0.1:1",),
         dht_addresses=(),
         sequence=1,
+        host_label=host_label,
     )
     return sign_record(who, PEER_RECORD_PURPOSE, where)
 
@@ -89,6 +99,7 @@ def request(
     numerics: str = "cpu",
     digest: bytes = b"d" * 32,
     parameter_bytes: int = 16,
+    memory_bytes: int = 1 << 30,
 ) -> JoinRequest:
     """Return what a peer says of itself; `seconds` per layer, forward and backward together."""
     return JoinRequest(
@@ -101,7 +112,7 @@ def request(
             LayerProfile(f"layer{n}", each / 4, each * 3 / 4, parameter_bytes, OUTPUT)
             for n, each in enumerate(seconds)
         ),
-        memory_bytes=1 << 30,
+        memory_bytes=memory_bytes,
         numerics=numerics,
         data_digest=digest,
     )
@@ -112,6 +123,12 @@ def signed_request(who: Identity, asked: JoinRequest) -> Signed:
     return sign_record(who, JOIN_REQUEST_PURPOSE, asked)
 
 
+def candidate(who: Identity, of: Manifest, asked: JoinRequest, *, label: str = "") -> Candidate:
+    """Return a peer with what it says of itself, signed."""
+    where = record(who, of.run, boot=asked.boot, host_label=label)
+    return Candidate(where, asked, signed_request(who, asked))
+
+
 def candidates(
     count: int,
     of: Manifest,
@@ -120,8 +137,9 @@ def candidates(
 ) -> list[Candidate]:
     """Return the first `count` people as candidates; `holders` says who has the data."""
     return [
-        Candidate(
-            record(who, of.run),
+        candidate(
+            who,
+            of,
             request(
                 who,
                 of.run,
@@ -133,12 +151,66 @@ def candidates(
     ]
 
 
+def heartbeat(
+    *,
+    boot: int = 1,
+    state: str = "filling",
+    stage: int = -1,
+    lineage: int = 0,
+    version: int = 0,
+    epoch: int = 1,
+    active_epoch: int = 1,
+    task_seconds: float = 0.0,
+    awaits: tuple[PeerId, ...] = (),
+    awaits_seconds: float = 0.0,
+    rollback: int = -1,
+) -> Heartbeat:
+    """Return what a member says of itself once a second."""
+    return Heartbeat(
+        generation=Generation(),
+        epoch=epoch,
+        active_epoch=active_epoch,
+        term=1,
+        boot=boot,
+        state=state,
+        stage=stage,
+        lineage=lineage,
+        version=version,
+        loss=None,
+        ledger_size=0,
+        queue_length=0,
+        samples=0,
+        compute_seconds=0.0,
+        rtt_seconds=0.0,
+        traffic=(),
+        awaits=awaits,
+        awaits_seconds=awaits_seconds,
+        task_seconds=task_seconds,
+        rollback=rollback,
+    )
+
+
+def observation(
+    who: Identity, suspect: Member, before: PlanHeader, reason: str = "is silent"
+) -> Signed:
+    """Return what `who` signs about `suspect` while `before` is the newest plan."""
+    seen = Observation(before.run, before.generation, before.epoch, suspect, reason)
+    return sign_record(who, OBSERVATION_PURPOSE, seen)
+
+
+def consent(who: Identity, before: PlanHeader) -> Signed:
+    """Return what `who` signs to vote after `before`."""
+    willing = Consent(before.run, before.generation, before.epoch)
+    return sign_record(who, CONSENT_PURPOSE, willing)
+
+
 def body(groups: Sequence[Sequence[PeerId]], feeders: Sequence[PeerId] = ()) -> PlanBody:
     """Return a plan of one layer per stage, evenly wired; the first group feeds by default."""
     feeding = feeders or groups[0]
     sources = [len(feeding), *(len(group) for group in groups[:-1])]
     return PlanBody(
         members=(),
+        requests=(),
         stages=tuple(
             StagePlan(
                 first=number,
@@ -154,6 +226,8 @@ def body(groups: Sequence[Sequence[PeerId]], feeders: Sequence[PeerId] = ()) -> 
             ((1 / len(group),) * len(group),) * count
             for count, group in zip(sources, groups, strict=True)
         ),
+        standby=(),
+        leavers=(),
         step_seconds=0.0,
         completed=None,
         ended=False,

@@ -69,3 +69,20 @@ def test_clearing_empties_it_and_a_copy_is_another_ledger() -> None:
     assert (len(copy), copy.weight, copy.loss_sum) == (2, 4, 1.0)
     assert (copy.bitmap, copy.flags, copy.microbatches) == (b"\x05", (Flag(2, "embed"),), 3)
     ledger.add(0, 1)
+
+
+def test_a_copy_does_not_change_with_the_ledger() -> None:
+    """A Report is made of a copy: what is computed after it does not count."""
+    ledger = Ledger(4)
+    ledger.add(1, 3, loss_sum=0.5)
+    ledger.add(2, 5, nonfinite="layer")
+    copy = ledger.copy()
+    assert (copy.bitmap, copy.weight, copy.loss_sum, copy.flags) == (
+        ledger.bitmap,
+        8,
+        0.5,
+        (Flag(2, "layer"),),
+    )
+    ledger.clear()
+    copy.add(0, 1)
+    assert (len(copy), len(ledger)) == (3, 0)

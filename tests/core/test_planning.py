@@ -8,12 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.packing import canonical, unpack
-from protocol.records import MAX_TEXT_CHARS, Completed, PlanBody
-from swarm.core.planning import Candidate, completing_plan, first_plan, halting_plan
+from protocol.records import MAX_TEXT_CHARS, Completed, Member, PlanBody
+from swarm.core.planning import (
+    Candidate,
+    candidates_of,
+    completing_plan,
+    evicted,
+    first_plan,
+    halting_plan,
+    members_of,
+    predicted_step_seconds,
+)
 from swarm.core.slicing import balanced_cuts
 from swarm.core.verification import check_plan
 from swarm.errors import NoFeasiblePlan
-from tests.core.plans import PEOPLE, candidates, manifest, training
+from tests.core.plans import PEOPLE, candidate, candidates, manifest, request, training
 
 RUN = manifest()
 layer_times = st.lists(st.integers(0, 40).map(float), min_size=1, max_size=6)
@@ -211,7 +220,7 @@ def with_memory(memory_bytes: int) -> list[Candidate]:
     """Four peers, one of them with this little memory."""
     members = candidates(4, RUN, [1.0, 1.0])
     request = msgspec.structs.replace(members[2].request, memory_bytes=memory_bytes)
-    return [*members[:2], Candidate(members[2].record, request), members[3]]
+    return [*members[:2], candidate(PEOPLE[2], RUN, request), members[3]]
 
 
 def test_the_fewest_stages_whose_state_fits_into_the_smallest_memory() -> None:
@@ -225,3 +234,60 @@ def test_the_fewest_stages_whose_state_fits_into_the_smallest_memory() -> None:
     exact = manifest(run=training(determinism="exact"))
     with pytest.raises(NoFeasiblePlan, match="128 bytes of memory"):
         first_plan(exact.training, with_memory(127))
+
+
+# --- who stands by ------------------------------------------------------------------------------
+
+
+def test_further_peers_of_a_stage_stand_by_where_the_manifest_limits_its_replicas() -> None:
+    """Seven peers for three stages of at most two: 3, 2 and 2, so one stands by for stage 0."""
+    run = manifest(run=training(max_replicas=2))
+    body = first_plan(run.training, candidates(7, run, [1.0] * 3), stages=3)
+    check_plan(body, run)
+    assert sizes(body) == [2, 2, 2]
+    assert [(each.member.peer, each.stage) for each in body.standby] == [(PEOPLE[2].peer, 0)]
+    # 3 s for one microbatch, 3 more of them at 1 s by two replicas
+    assert body.step_seconds == pytest.approx(3 + 3 / 2)
+
+
+def test_who_stands_by_is_not_counted_on() -> None:
+    run = manifest(run=training(max_replicas=2))
+    body = first_plan(run.training, candidates(6, run, [1.0] * 2), stages=2)
+    assert [each.stage for each in body.standby] == [0, 1]
+    # 2 s for one microbatch, 3 more of them at 1 s by two replicas, not by three
+    assert body.step_seconds == pytest.approx(2 + 3 / 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer_times, st.integers(1, 10), st.integers(1, 3), st.data())
+def test_everybody_works_or_stands_by(
+    seconds: list[float], people: int, limit: int, data: st.DataObject
+) -> None:
+    run = manifest(run=training(max_replicas=limit))
+    stages = data.draw(st.integers(0, min(people, len(seconds))))
+    holders = data.draw(st.sets(st.integers(0, people - 1), min_size=1))
+    body = first_plan(run.training, candidates(people, run, seconds, sorted(holders)), stages)
+    check_plan(body, run)
+    working = [member.peer for stage in body.stages for member in stage.replicas]
+    waiting = [each.member.peer for each in body.standby]
+    assert sorted(working + waiting) == [who.peer for who in PEOPLE[:people]]
+    assert all(size <= limit for size in sizes(body))
+    # Nobody stands by for a stage that has room, and the data stays where it is fed.
+    assert all(sizes(body)[each.stage] == limit for each in body.standby)
+    assert all(feeder.member in body.stages[0].replicas for feeder in body.feeders)
+
+
+def test_what_members_said_of_themselves_can_be_read_from_a_plan() -> None:
+    members = candidates(4, RUN, [1.0, 2.0], holders=[2])
+    body = first_plan(RUN.training, members[::-1])
+    assert list(candidates_of(body).items()) == [(who.request.peer, who) for who in members]
+    assert members_of(body) == tuple(who.member for who in members)
+    assert predicted_step_seconds(RUN.training, members, body.stages) == body.step_seconds
+
+
+def test_who_is_evicted_is_a_matter_of_boots() -> None:
+    before = first_plan(RUN.training, candidates(3, RUN))
+    again = candidate(PEOPLE[1], RUN, request(PEOPLE[1], RUN.run, boot=2))
+    after = first_plan(RUN.training, [candidates(1, RUN)[0], again])
+    assert evicted(before, after) == (Member(PEOPLE[1].peer, 1), Member(PEOPLE[2].peer, 1))
+    assert evicted(before, before) == ()

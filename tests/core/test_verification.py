@@ -8,15 +8,18 @@ import pytest
 from protocol.errors import RemoteProtocolError
 from protocol.records import (
     BALLOT_PURPOSE,
+    JOIN_REQUEST_PURPOSE,
     PEER_RECORD_PURPOSE,
     FeederPlan,
     Member,
     PlanBody,
     Signed,
     StagePlan,
+    StandbyPlan,
     TensorSpec,
     sign_record,
 )
+from protocol.signing import PeerId
 from swarm.core.planning import Candidate, first_plan
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_join, check_plan, refusal_of
 from tests.core.plans import (
@@ -46,7 +49,7 @@ def joined(where: Signed, asked: Signed, epoch: int = 0) -> Candidate:
 def test_a_peer_that_speaks_for_itself_is_a_candidate() -> None:
     where, asked = record(ALICE, RUN, boot=4), request(ALICE, RUN, boot=4)
     candidate = joined(where, signed_request(ALICE, asked))
-    assert candidate == Candidate(where, asked)
+    assert candidate == Candidate(where, asked, signed_request(ALICE, asked))
     assert candidate.member == Member(ALICE.peer, 4)
 
 
@@ -118,7 +121,7 @@ def pair(
     """Return a candidate that differs from the founder in `changed`, the founder, the answer."""
     run = manifest(run=training(determinism=determinism))
     founder, other = candidates(2, run)
-    theirs = Candidate(other.record, replace(other.request, **changed))
+    theirs = Candidate(other.record, replace(other.request, **changed), other.signed_request)
     return theirs, founder, refusal_of(theirs, founder, run)
 
 
@@ -187,6 +190,14 @@ def members(*signed: Signed) -> dict[str, object]:
     return {"members": (*GOOD.members[:-1], *signed)}
 
 
+def last_request(*signed: Signed) -> dict[str, object]:
+    return {"requests": (*GOOD.requests[:-1], *signed)}
+
+
+def standby(peer: PeerId, stage: int = 0) -> dict[str, object]:
+    return {"standby": (StandbyPlan(Member(peer, 1), stage),)}
+
+
 LAST = PEOPLE[3]
 ONE_ROW = ((1.0,),)
 
@@ -210,12 +221,43 @@ BAD_PLANS: list[tuple[dict[str, object], str]] = [
         with_stages(FIRST, replace(SECOND, replicas=(SECOND.replicas[0], Member(LAST.peer, 2)))),
         f"{LAST.peer} has a role and is no member",  # another boot is another member
     ),
-    ({"members": GOOD.members[:-1]}, f"{LAST.peer} has a role and is no member"),
+    (
+        {"members": GOOD.members[:-1], "requests": GOOD.requests[:-1]},
+        f"{LAST.peer} has a role and is no member",
+    ),
+    ({"members": GOOD.members[:-1]}, "3 members and 4 join requests"),
+    (
+        {"members": GOOD.members[::-1], "requests": GOOD.requests[::-1]},
+        "not in order of peer, each once",
+    ),
+    (
+        {"members": GOOD.members[:1] * 2, "requests": GOOD.requests[:1] * 2},
+        "not in order of peer, each once",
+    ),
+    (last_request(GOOD.requests[0]), f"the join request beside {LAST.peer}, boot 1, is of"),
+    (last_request(signed_request(LAST, request(LAST, RUN, boot=2))), "boot 2, signed by"),
+    (last_request(signed_request(LAST, request(LAST, b"x" * 32))), "the join request beside"),
+    (last_request(signed_request(PEOPLE[5], request(LAST, RUN))), f"signed by {PEOPLE[5].peer}"),
+    (last_request(GOOD.members[-1]), f"bad {JOIN_REQUEST_PURPOSE} signature"),
+    (standby("stranger"), "stranger has a role and is no member"),
+    ({"leavers": (Member("stranger", 1),)}, "stranger has a role and is no member"),
+    (standby(LAST.peer), f"{LAST.peer} stands by and has work"),
+    ({"leavers": (Member(LAST.peer, 1),)}, f"{LAST.peer} leaves and hosts a stage"),
     ({"feeders": (FeederPlan(Member("stranger", 1), 1),)}, "stranger has a role and is no member"),
     ({"feeders": (GOOD.feeders[0], GOOD.feeders[0])}, "named twice among the feeders"),
     ({"feeders": ()}, "nobody feeds, and the plan does not halt the run"),
     (members(record(LAST, b"x" * 32)), "for run 78787878"),
-    (members(record(PEOPLE[5], RUN, peer=LAST.peer)), "signed by"),
+    (
+        {
+            "members": tuple(
+                sorted(
+                    (*GOOD.members[:-1], record(PEOPLE[5], RUN, peer=LAST.peer)),
+                    key=lambda each: each.signer,
+                )
+            )
+        },
+        "signed by",
+    ),
     (
         members(sign_record(LAST, BALLOT_PURPOSE, request(LAST, RUN))),
         f"bad {PEER_RECORD_PURPOSE} signature",
@@ -250,3 +292,40 @@ def test_the_manifest_decides_where_the_model_is_cut() -> None:
     moved = with_stages(replace(body.stages[0], last=2), replace(body.stages[1], first=2))
     with pytest.raises(RemoteProtocolError, match=r"the manifest cuts at \[1\], the plan does not"):
         check_plan(replace(body, **moved), other)
+
+
+# --- those without work -----------------------------------------------------------------------
+
+FEWER = manifest(run=training(max_replicas=1))
+WAITING = first_plan(FEWER.training, candidates(4, FEWER, [1.0] * 4), stages=2)
+
+
+def test_members_stand_by_and_a_leaver_may_at_once() -> None:
+    """Where the manifest allows one replica, two of four stand by; one of them is a leaver."""
+    check_plan(WAITING, FEWER)
+    check_plan(replace(WAITING, leavers=(WAITING.standby[0].member,)), FEWER)
+    check_plan(replace(WAITING, standby=()), FEWER)
+
+
+def test_those_who_stand_by_do_so_once_for_a_stage_that_exists_without_work() -> None:
+    first, second = WAITING.standby
+    bad: dict[str, dict[str, object]] = {
+        "stands by for stage 2 of 2": {"standby": (replace(first, stage=2), second)},
+        "named twice among those who stand by": {"standby": (first, replace(first, stage=1))},
+        "or leave": {"leavers": (first.member, first.member)},
+        "stands by and has work": {"feeders": (FeederPlan(first.member, 1),)},
+        "stage 1 has 2 replicas, the manifest allows 1": {
+            "stages": (
+                WAITING.stages[0],
+                replace(
+                    WAITING.stages[1],
+                    replicas=(*WAITING.stages[1].replicas, first.member),
+                    shares=(1, 1),
+                ),
+            ),
+            "standby": (second,),
+        },
+    }
+    for refusal, changed in bad.items():
+        with pytest.raises(RemoteProtocolError, match=refusal):
+            check_plan(replace(WAITING, **changed), FEWER)

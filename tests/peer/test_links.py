@@ -26,7 +26,7 @@ from protocol.messages import (
 from protocol.records import CertifiedPlan, Generation, PeerRecord, TensorSpec
 from protocol.signing import Identity, PeerId
 from swarm.adapters.tls import Limits, TlsTransport
-from swarm.errors import PeerUnreachable
+from swarm.errors import NobodyListens, PeerError, PeerUnreachable
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
 
@@ -45,15 +45,20 @@ class End:
     folder: Path
     refuse: type[Message] | None = None
     handshake_seconds: float = 5.0
+    boot: int = 1
     address: str = ""
 
     def __post_init__(self) -> None:
         self.heard_send, self.heard = trio.open_memory_channel[tuple[PeerId, Received]](1000)
         self.ends_send, self.ends = trio.open_memory_channel[tuple[PeerId, str]](100)
+        self.opened_links: list[tuple[PeerId, int]] = []
+        self.undelivered_send, self.undelivered = trio.open_memory_channel[
+            tuple[PeerError, list[Message]]
+        ](100)
         limits = Limits(handshake_seconds=self.handshake_seconds)
         transport = TlsTransport(self.identity, KEY, self.folder, limits=limits)
         self.links = Links(
-            transport=transport, me=self.identity.peer, run=RUN, boot=1, receiver=self
+            transport=transport, me=self.identity.peer, run=RUN, boot=self.boot, receiver=self
         )
 
     def check_payload(self, peer: PeerId, message: Message) -> None:
@@ -71,8 +76,14 @@ class End:
             case _:
                 await self.heard_send.send((peer, received))
 
+    def opened(self, peer: PeerId, boot: int) -> None:
+        self.opened_links.append((peer, boot))
+
     def lost(self, peer: PeerId, reason: str) -> None:
         self.ends_send.send_nowait((peer, reason))
+
+    def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
+        self.undelivered_send.send_nowait((fault, list(waiting)))
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         def started(address: str) -> None:
@@ -175,7 +186,9 @@ def test_a_request_ends_with_its_link(tmp_path: Path) -> None:
 
         async def ask() -> None:
             with pytest.raises(PeerUnreachable, match="no answer to GetChain"):
-                await pair.one.links.request(peer, lambda number: GetChain(id=number, epoch=0))
+                await pair.one.links.request(
+                    peer, lambda number: GetChain(id=number, generation=Generation(), epoch=0)
+                )
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -210,17 +223,70 @@ def test_tensors_that_are_not_wanted_end_the_link_before_they_come(tmp_path: Pat
     between(tmp_path, scenario, refuse=Forward)
 
 
-def test_a_peer_of_whom_nothing_is_known_or_that_is_gone_is_lost(tmp_path: Path) -> None:
+def test_what_was_meant_for_a_peer_that_cannot_be_dialled_is_given_back(tmp_path: Path) -> None:
     async def scenario(pair: Pair) -> None:
         stranger = Identity.from_seed(b"3" * 32).peer
-        pair.one.links.post(stranger, Ping(number=1))
-        assert await pair.one.ends.receive() == (stranger, "no address is known")
+
+        async def undelivered(*numbers: int) -> PeerError:
+            for number in numbers:
+                pair.one.links.post(stranger, Ping(number=number))
+            fault, waiting = await pair.one.undelivered.receive()
+            assert waiting == [Ping(number=number) for number in numbers]
+            assert fault.peer == stranger
+            return fault
+
+        fault = await undelivered(1)
+        assert fault.reason == "no address is known" and not isinstance(fault, NobodyListens)
+        # Somebody lives there, but another: it is not known to be gone.
         pair.one.links.know(stranger, (pair.other.address,))
-        pair.one.links.post(stranger, Ping(number=1))
-        lost, reason = await pair.one.ends.receive()
-        assert lost == stranger and "another peer answered" in reason
+        fault = await undelivered(2, 3)
+        assert "another peer answered" in fault.reason and not isinstance(fault, NobodyListens)
+        nobody = await free_address()
+        pair.one.links.know(stranger, (nobody,))
+        fault = await undelivered(4, 5)
+        assert isinstance(fault, NobodyListens) and fault.reason.startswith(nobody)
+        # One place where somebody listens is enough to doubt that it is gone.
+        pair.one.links.know(stranger, (nobody, pair.other.address))
+        fault = await undelivered(6)
+        assert nobody in fault.reason and pair.other.address in fault.reason
+        assert not isinstance(fault, NobodyListens)
+        with pytest.raises(trio.WouldBlock):
+            pair.one.ends.receive_nowait()  # no link has ended: there was none
 
     between(tmp_path, scenario)
+
+
+def test_a_request_to_where_nobody_listens_says_so(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        peer = pair.other.identity.peer
+        pair.one.links.know(peer, (await free_address(),))
+        with pytest.raises(NobodyListens):
+            await pair.one.links.request(peer, lambda number: GetManifest(id=number))
+        with pytest.raises(NobodyListens):
+            await pair.one.links.reach(peer)
+
+    between(tmp_path, scenario)
+
+
+def test_both_sides_are_told_of_every_link_with_the_others_boot(tmp_path: Path) -> None:
+    async def scenario(pair: Pair) -> None:
+        one, other = pair.one, pair.other
+        one.links.post(other.identity.peer, Ping(number=1))
+        await other.heard.receive()
+        assert one.opened_links == [(other.identity.peer, 7)]
+        assert other.opened_links == [(one.identity.peer, 7)]
+        one.links.post(other.identity.peer, forward(0), (BYTES,))  # on the bulk connection
+        await other.heard.receive()
+        assert one.opened_links == [(other.identity.peer, 7)] * 2
+
+    between(tmp_path, scenario, boot=7)
+
+
+async def free_address() -> str:
+    """Return an address at which nobody listens."""
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        return f"127.0.0.1:{listener.socket.getsockname()[1]}"
 
 
 def test_only_a_newer_record_moves_a_peer(tmp_path: Path) -> None:
@@ -270,6 +336,8 @@ def test_a_dial_that_fails_is_no_loss_where_the_other_side_has_dialled_meanwhile
                 while await dialled.receive_some(65536):
                     pass  # until the dial has given up
                 await trio.testing.wait_all_tasks_blocked(0.05)
+                with pytest.raises(trio.WouldBlock):
+                    pair.one.undelivered.receive_nowait()
                 with pytest.raises(trio.WouldBlock):
                     pair.one.ends.receive_nowait()
 

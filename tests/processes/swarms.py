@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,16 +115,27 @@ def hash_in(finished: Finished) -> str:
 
 
 class Peer:
-    """A daemon in its own process; `with` ends it."""
+    """A daemon in its own process; `with` ends it.
 
-    def __init__(self, home: Path, *arguments: str | Path) -> None:
+    `start` are the words that start the program, instead of `python -m swarm.cli`; `variables`
+    are added to its environment."""
+
+    def __init__(
+        self,
+        home: Path,
+        *arguments: str | Path,
+        start: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.home = home
         self.log = home.with_suffix(".log")
+        run = ("--log-level", "info", "run", "--home", home, "--with-parent")
+        words = map(str, (*run, *arguments))
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command("--log-level", "info", "run", "--home", home, "--with-parent", *arguments),
+                [*(start or command()), *words],
                 cwd=ROOT,
-                env=environment(),
+                env=environment() | dict(variables or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from swarm.core.silence import SUSPICION_LEAST_SECONDS
 from swarm.errors import ExportError, HomeError, ModelError, NotRunning, RunHalted
-from swarm.peer.membership import SUSPICION_SECONDS
 from tests.processes.swarms import (
     GPT,
     Peer,
@@ -75,36 +75,54 @@ def training(tmp_path: Path) -> tuple[Peer, Peer]:
     return founder, Peer(tmp_path / "other", *joining).ready()
 
 
-def test_the_others_say_so_when_the_leader_is_killed_and_so_does_it_when_it_is_back(
+def test_without_the_only_voter_nothing_is_decided_and_with_it_back_training_goes_on(
     tmp_path: Path,
 ) -> None:
+    """Two peers are a council of one, and each is the only one to hold its stage: what had been
+    trained is lost with it, so that all start from the beginning in a new lineage."""
     founder, other = training(tmp_path)
     with founder, other:
-        other.status_when(lambda status: status["version"] > 1)
+        council = other.status_when(lambda status: status["version"] > 1)["council"]
         founder.process.kill()
         founder.ended()
-        status = other.status_when(lambda status: status["phase"] == "stalled")
-        assert f"the leader {status['leader']} is lost" in status["trouble"]
+        status = other.status_when(lambda status: bool(status["planning_trouble"]))
+        assert "nobody leads for" in status["planning_trouble"]
+        assert f"not reached: {council[0]}" in status["planning_trouble"]
+        assert "0 of the council's 1 voters" in status["planning_trouble"]
         with Peer(founder.home).ready() as again:
-            status = again.status_when(lambda status: status["phase"] == "stalled")
-            assert "has started again, its boot 2 has no role" in status["trouble"]
+            for peer in (again, other):
+                status = peer.status_when(
+                    lambda status: (
+                        status["phase"] == "training"
+                        and status["version"] > 1
+                        and status["lineage"] == 1
+                        and not status["planning_trouble"]
+                    )
+                )
+                assert status["trouble"] == ""
+                boots = {
+                    replica["peer"]: replica["boot"]
+                    for stage in status["stages"]
+                    for replica in stage["replicas"]
+                }
+                assert boots[council[0]] == 2
 
 
 def test_a_stopped_leader_is_noticed_by_the_others_and_by_who_asks_it(tmp_path: Path) -> None:
     founder, other = training(tmp_path)
     with founder, other:
-        other.status_when(
-            lambda status: status["leader"] in [each["peer"] for each in status["members"]]
-        )
+        leader = other.status_when(lambda status: status["version"] > 1)["leader"]
         founder.process.send_signal(signal.SIGSTOP)
-        status = other.status_when(lambda status: status["phase"] == "stalled")
-        assert "has been silent for" in status["trouble"]
+        status = other.status_when(lambda status: bool(status["planning_trouble"]))
+        assert "nobody leads for" in status["planning_trouble"]
+        assert leader in status["planning_trouble"]
         silent = {each["peer"]: each["silent_seconds"] for each in status["members"]}
-        assert silent[status["leader"]] > SUSPICION_SECONDS
+        assert silent[leader] > SUSPICION_LEAST_SECONDS
         asked = swarm("status", "--home", founder.home)
         assert asked.code == NotRunning.exit_code and "does not answer" in asked.err
         founder.process.send_signal(signal.SIGCONT)
-        other.status_when(lambda status: status["phase"] == "training")
+        version = other.status_when(lambda status: not status["planning_trouble"])["version"]
+        other.status_when(lambda status: status["version"] > version)
 
 
 def test_a_key_without_its_hard_state_refuses_to_start(tmp_path: Path) -> None:

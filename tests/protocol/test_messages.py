@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,44 +13,94 @@ from protocol.messages import (
     MAX_FLAGS,
     MAX_KINDS,
     TABLE,
+    Accepted,
+    Account,
     Commit,
+    Consented,
     Fence,
     Flag,
+    Forwarded,
     GetChain,
+    GetListing,
     GetManifest,
     GetState,
     Heartbeat,
+    Held,
     LeaderBeat,
+    Leave,
     LedgerReport,
+    Listing,
+    LostWork,
     MemberView,
     Message,
     Microbatch,
-    Missing,
+    Piece,
     Ping,
+    PingFor,
+    PingResult,
     Pong,
     Prepared,
+    PreVote,
+    PreVoteAnswer,
+    Report,
+    RequestVote,
     Resume,
+    Settlement,
+    Stand,
     StartReduction,
+    StateChunk,
+    Suspect,
     Totals,
     Traffic,
+    VerdictAnswer,
 )
 from protocol.packing import canonical, unpack
-from protocol.records import Generation
+from protocol.records import (
+    Ballot,
+    Consent,
+    Generation,
+    Member,
+    Observation,
+    Signed,
+    TensorSpec,
+    Verdict,
+)
 
 LARGEST = 2**53
 MICROBATCHES = 65536
-FENCE = Fence(Generation(LARGEST, b"n" * 32), LARGEST, LARGEST)
+GENERATION = Generation(LARGEST, b"n" * 32)
+FENCE = Fence(GENERATION, LARGEST, LARGEST)
 FLAGS = tuple(Flag(65535 - n, "\N{SNOWMAN}" * 200) for n in range(MAX_FLAGS))
 EVERYTHING = b"\xff" * (MICROBATCHES // 8)
 PEER = "12D3KooW" + "x" * 44
 TRAFFIC = tuple(Traffic(kind.__name__, LARGEST, LARGEST) for kind in TABLE)
 TOTALS = Totals(LARGEST, math.inf, FLAGS, "halt", None)
 
+MEMBER = Member(PEER, LARGEST)
+AGREEING: dict[str, Any] = {"generation": GENERATION, "epoch": LARGEST, "term": LARGEST}
+ACCOUNT = Account(LARGEST, FLAGS, 1.5)
+TEXT = "\N{SNOWMAN}" * 4096
+HELD = Held(0, LARGEST - 1, LARGEST, LARGEST, b"h" * 32, EVERYTHING, ACCOUNT, TOTALS)
+SETTLEMENT = Settlement(
+    b"h" * 32, EVERYTHING, (PEER,) * 8, (PEER,) * 8, Account(LARGEST, (), 1.5), (PEER,) * 8
+)
+"""Of a stage of eight replicas."""
+
+
+def signed(record: msgspec.Struct) -> Signed:
+    """Return a record with a signature of the right size."""
+    return Signed(canonical(record), PEER, b"s" * 64)
+
+
 HEARTBEAT = Heartbeat(
+    generation=Generation(),
     epoch=1,
+    active_epoch=1,
+    term=1,
     boot=1,
     state="filling",
     stage=-1,
+    lineage=0,
     version=0,
     loss=2.5,
     ledger_size=0,
@@ -87,10 +138,68 @@ FULLEST = [
     Full(Ping(number=LARGEST)),
     Full(Pong(number=LARGEST)),
     Full(GetManifest(id=LARGEST)),
-    Full(GetChain(id=LARGEST, epoch=LARGEST)),
+    Full(GetChain(id=LARGEST, generation=GENERATION, epoch=LARGEST)),
+    Full(PreVote(**AGREEING)),
+    Full(PreVoteAnswer(**AGREEING, granted=True)),
+    Full(RequestVote(**AGREEING)),
+    Full(Stand(**AGREEING)),
     Full(
-        GetState(id=LARGEST, version=LARGEST, layer=LARGEST, offset=LARGEST, length=LARGEST),
+        VerdictAnswer(
+            **AGREEING,
+            verdict=signed(Verdict(b"r" * 32, GENERATION, LARGEST, b"h" * 32, TEXT)),
+        ),
+        "a refusal as long as a text may be",
     ),
+    Full(
+        Accepted(
+            **AGREEING,
+            ballot=canonical(Ballot(b"r" * 32, GENERATION, LARGEST, LARGEST, b"h" * 32, b"c" * 32)),
+            signature=b"s" * 64,
+        )
+    ),
+    Full(Consented(consent=signed(Consent(b"r" * 32, GENERATION, LARGEST)))),
+    Full(PingFor(target=MEMBER)),
+    Full(
+        PingResult(
+            target=MEMBER,
+            observation=signed(Observation(b"r" * 32, GENERATION, LARGEST, MEMBER, TEXT)),
+        )
+    ),
+    Full(Suspect(observation=signed(Observation(b"r" * 32, GENERATION, LARGEST, MEMBER, TEXT)))),
+    Full(LostWork(generation=GENERATION, epoch=LARGEST, peer=PEER)),
+    Full(Leave(boot=LARGEST)),
+    Full(
+        Forwarded(source=PEER, boot=LARGEST, target=PEER, frame=b"f" * 32 * 1024),
+        "a frame as long as is passed on",
+    ),
+    Full(
+        GetListing(
+            id=LARGEST, kind="gradient", lineage=LARGEST, version=LARGEST, first=0, last=LARGEST
+        )
+    ),
+    Full(
+        Listing(
+            id=LARGEST,
+            version=LARGEST,
+            state_hash=b"h" * 32,
+            totals=TOTALS,
+            pieces=(Piece(LARGEST, LARGEST, b"h" * 32),) * 10_000,
+        ),
+        "ten thousand layers",
+    ),
+    Full(
+        GetState(
+            id=LARGEST,
+            kind="gradient",
+            lineage=LARGEST,
+            version=LARGEST,
+            number=LARGEST,
+            offset=LARGEST,
+            length=LARGEST,
+        ),
+    ),
+    Full(StateChunk(id=LARGEST, total=LARGEST, tensors=(TensorSpec("uint8", (4 * 1024 * 1024,)),))),
+    Full(Report(fence=FENCE, held=(HELD,)), "prepared, with all that can be odd"),
     Full(
         LedgerReport(
             fence=FENCE,
@@ -125,12 +234,14 @@ FULLEST = [
         Resume(
             fence=FENCE,
             step=LARGEST,
-            missing=tuple(Missing(stage, EVERYTHING) for stage in range(100)),
+            totals=TOTALS,
+            stages=(SETTLEMENT,) * 100,
         ),
-        "a hundred stages at the largest number of microbatches",
+        "a hundred prepared stages of eight replicas at the largest number of microbatches",
     ),
     Full(
         LeaderBeat(
+            generation=GENERATION,
             epoch=LARGEST,
             term=LARGEST,
             members=(VIEW,) * 300,
@@ -177,6 +288,11 @@ def test_there_is_room_for_the_traffic_of_every_type() -> None:
         ("traffic", (Traffic("Ping", 0, 0),) * (MAX_KINDS + 1)),
         ("traffic", (Traffic("x" * 33, 0, 0),)),
         ("suspects", ("x" * 65,)),
+        ("awaits", ("x" * 65,)),
+        ("awaits_seconds", math.inf),
+        ("task_seconds", -1.0),
+        ("rollback", -2),
+        ("term", -1),
     ],
 )
 def test_a_heartbeat_holds_nothing_that_the_leader_could_not_pass_on(

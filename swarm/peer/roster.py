@@ -1,12 +1,11 @@
-"""Who is in the swarm, how they are, and what the leader tells everybody about it.
+"""What members say of themselves, and the picture of the swarm that the leader tells everybody.
 
-Every member tells the leader once a second what it holds and does (Heartbeat); the leader tells
-all members what the swarm looks like (LeaderBeat). The rule: without a repair nothing replaces a
-worker, so a link that was lost in an epoch stays on the list of troubles until the next one.
+Every member tells leader and council once a second what it holds and does (Heartbeat), so whoever
+leads next knows it too; the leader tells all members what the swarm looks like (LeaderBeat).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import trio
@@ -16,12 +15,14 @@ from protocol.messages import TABLE, Heartbeat, LeaderBeat, MemberView, Ping, Po
 from protocol.packing import canonical
 from protocol.records import Member, PlanBody, clip
 from protocol.signing import PeerId
-from swarm.core.step import replicas_of, workers_of
+from swarm.core.chain import Plan
+from swarm.core.step import replicas_of
 from swarm.peer.links import Links
 
 HEARTBEAT_SECONDS = 1.0
 LEADER_BEAT_SECONDS = 0.5
-SUSPICION_SECONDS = 15.0
+RECENT_SECONDS = 15.0
+"""An older heartbeat says nothing about now."""
 RATE_HEARTBEATS = 10
 
 
@@ -39,54 +40,44 @@ class _Seen:
         return self.samples[0], self.samples[-1]
 
 
-class Membership:
-    """One peer's view of the others, and the leader's of all."""
+class Roster:
+    """The last heartbeats of all members, and round trips to who has a link."""
 
-    def __init__(self, links: Links, me: Member) -> None:
+    def __init__(self, links: Links) -> None:
         self._links = links
-        self._me = me
-        self._epoch_began = trio.current_time()
         self._seen: dict[PeerId, _Seen] = {}
-        self._lost: dict[PeerId, str] = {}
         self._pings: dict[PeerId, tuple[int, float]] = {}
-        self._rtt: dict[PeerId, float] = {}
 
     # --- round trips --------------------------------------------------------------------
 
     def ping_all(self) -> None:
         """Measure the round trip to every peer with an open link."""
         for peer in sorted(self._links.connected()):
-            number = self._pings.get(peer, (0, 0.0))[0] + 1
-            self._pings[peer] = (number, trio.current_time())
-            self._links.post(peer, Ping(number=number))
+            self.ping(peer)
 
-    def pong(self, sender: PeerId, message: Pong) -> None:
-        """Take in the answer to a ping; late ones do not count."""
+    def ping(self, peer: PeerId) -> None:
+        """Ping a peer, dialling it if need be."""
+        number = self._pings.get(peer, (0, 0.0))[0] + 1
+        self._pings[peer] = (number, trio.current_time())
+        self._links.post(peer, Ping(number=number))
+
+    def round_trip(self, sender: PeerId, message: Pong) -> float | None:
+        """Return how long the answered ping took, in seconds; None for an old one."""
         number, sent_at = self._pings.get(sender, (0, 0.0))
-        if message.number == number:
-            self._rtt[sender] = trio.current_time() - sent_at
+        return trio.current_time() - sent_at if message.number == number else None
 
-    def rtt_seconds(self, peer: PeerId) -> float:
-        """Return the last round trip to a peer; 0 before the first."""
-        return self._rtt.get(peer, 0.0)
+    # --- heartbeats ----------------------------------------------------------------------
 
-    # --- losses --------------------------------------------------------------------------
+    def heartbeat(self, member: Member) -> Heartbeat | None:
+        """Return the last heartbeat of this start of a peer; None if there is no recent one."""
+        seen = self._seen.get(member.peer)
+        if seen is None or seen.heartbeat.boot != member.boot:
+            return None
+        return seen.heartbeat if trio.current_time() - seen.at <= RECENT_SECONDS else None
 
-    def lost(self, peer: PeerId, reason: str) -> None:
-        """A link to a peer has ended or could not be opened."""
-        self._lost[peer] = reason
-
-    def begin_epoch(self) -> None:
-        """A new plan is active: what was lost under the old one is settled."""
-        self._lost.clear()
-        self._epoch_began = trio.current_time()
-
-    def suspects(self, body: PlanBody) -> tuple[PeerId, ...]:
-        """Return the workers of the plan to which a link was lost in this epoch."""
-        workers = workers_of(body) if body.stages else ()
-        return tuple(peer for peer in workers if peer in self._lost)
-
-    # --- the leader's view ------------------------------------------------------------------
+    def forget_all_but(self, peers: Container[PeerId]) -> None:
+        """Forget who is no member any more."""
+        self._seen = {peer: seen for peer, seen in self._seen.items() if peer in peers}
 
     def heard(self, sender: PeerId, message: Heartbeat) -> None:
         """Note what a member says of itself."""
@@ -95,9 +86,7 @@ class Membership:
         seen.heartbeat, seen.at = message, now
         seen.samples.append((now, message.samples))
 
-    def beat(
-        self, body: PlanBody, *, epoch: int, term: int, waiting_for: int, trouble: str
-    ) -> LeaderBeat:
+    def beat(self, plan: Plan, *, term: int, waiting_for: int, trouble: str) -> LeaderBeat:
         """Return what the leader tells everybody now."""
         now = trio.current_time()
         views = tuple(self._view(peer, seen, now) for peer, seen in sorted(self._seen.items()))
@@ -107,14 +96,15 @@ class Membership:
             if seen.heartbeat.loss is not None
         }
         beat = LeaderBeat(
-            epoch=epoch,
+            generation=plan.header.generation,
+            epoch=plan.header.epoch,
             term=term,
             members=views,
             waiting_for=waiting_for,
             version=max((view.version for view in views), default=0),
             loss=losses[max(losses)] if losses else None,
-            samples_per_second=self._samples_per_second(body),
-            trouble=clip(trouble or self._trouble(body, now)),
+            samples_per_second=self._samples_per_second(plan.body),
+            trouble=clip(trouble),
         )
         return _fitting(beat)
 
@@ -145,31 +135,6 @@ class Membership:
                 (first_at, first), (last_at, last) = self._seen[peer].ends
                 rate += (last - first) / (last_at - first_at) if last_at > first_at else 0.0
         return rate
-
-    def _trouble(self, body: PlanBody, now: float) -> str:
-        """Return why training cannot go on although nobody has said so; "" while it can."""
-        if not body.stages or body.ended or body.halted:
-            return ""
-        for peer in self.suspects(body):
-            return f"the link to {peer} was lost ({self._lost[peer]}) and nobody replaces it"
-        for member in working_members(body):
-            trouble = self._trouble_with(member, now)
-            if trouble:
-                return trouble
-        return ""
-
-    def _trouble_with(self, member: Member, now: float) -> str:
-        peer = member.peer
-        seen = self._seen.get(peer)
-        boot = self._me.boot if peer == self._me.peer else seen.heartbeat.boot if seen else 0
-        if boot > member.boot:
-            return f"{peer} has started again, its boot {boot} has no role and nobody replaces it"
-        if seen is not None and seen.heartbeat.suspects:
-            return f"{peer} has lost {seen.heartbeat.suspects[0]} and nobody replaces it"
-        silent = now - (seen.at if seen is not None else self._epoch_began)
-        if silent > SUSPICION_SECONDS:
-            return f"{peer} has been silent for {silent:.0f} s and nobody replaces it"
-        return ""
 
 
 def working_members(body: PlanBody) -> list[Member]:

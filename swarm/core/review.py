@@ -1,0 +1,294 @@
+"""What a voter checks of a plan that a leader would propose: content, before it is decided.
+
+The rule: it is judged by what the plan itself, the plan before and signed evidence say; the
+reviewer's own observations only add to that. A refusal names the check and the figures.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Heartbeat
+from protocol.records import (
+    CONSENT_PURPOSE,
+    JOIN_REQUEST_PURPOSE,
+    OBSERVATION_PURPOSE,
+    Consent,
+    JoinRequest,
+    Manifest,
+    Member,
+    Observation,
+    PlanBody,
+    PlanHeader,
+    R,
+    Signed,
+    decode_record,
+)
+from protocol.signing import PeerId, verify
+from swarm.core.chain import legal_council_change
+from swarm.core.evidence import OBSERVERS, REPORT_MISSING
+from swarm.core.planning import (
+    candidates_of,
+    evicted,
+    is_ready,
+    members_of,
+    predicted_step_seconds,
+    stage_bytes,
+)
+from swarm.core.step import ranges_of_stages, step_coordinator_of
+from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan, refusal_of
+
+STEP_SECONDS_TOLERANCE = 0.01
+
+
+class PlanLike(Protocol):
+    """A plan whose header and body are known (chain.Plan)."""
+
+    @property
+    def header(self) -> PlanHeader:
+        """What was certified."""
+        ...
+
+    @property
+    def body(self) -> PlanBody:
+        """What everybody does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewContext:
+    """What the reviewer knows besides the plan, its predecessor and the evidence."""
+
+    manifest: Manifest
+    layers: int = 0
+    """The model's number of layers; 0 while it is unknown."""
+    heartbeats: Mapping[PeerId, Heartbeat] = field(default_factory=dict)
+    """Recent ones; whoever is not in here is believed to be as ready as the leader says."""
+    boots: Mapping[PeerId, int] = field(default_factory=dict)
+    """Newest boot that the reviewer has heard of each peer."""
+
+
+def review(
+    header: PlanHeader,
+    body: PlanBody,
+    evidence: Sequence[Signed],
+    previous: PlanLike,
+    context: ReviewContext,
+) -> str:
+    """Return why the plan must not follow `previous`, or "" if it is good.
+
+    `evidence`: Observations of who is left out, Consents of who is new in the council, join
+    requests of newer boots."""
+    try:
+        _check_form(header, body, previous, context)
+        _check_members(body, previous, context)
+        _check_moves(header, body, previous, context)
+        _check_evictions(body, evidence, previous, context)
+        _check_council(header, body, evidence, previous)
+        _check_step_seconds(body, context)
+    except RemoteProtocolError as refusal:
+        return str(refusal)
+    return ""
+
+
+# --- check 1: well-formed ----------------------------------------------------------------------
+
+
+def _check_form(
+    header: PlanHeader, body: PlanBody, previous: PlanLike, context: ReviewContext
+) -> None:
+    check_plan(body, context.manifest, context.layers)
+    lineage = previous.header.lineage
+    if header.lineage not in (lineage, lineage + 1):
+        raise RemoteProtocolError(f"lineage: {header.lineage} does not follow {lineage}")
+    if header.lineage > lineage and header.kind != "repair":
+        raise RemoteProtocolError(f"lineage: a {header.kind} plan starts lineage {header.lineage}")
+    if header.lineage > lineage and header.from_step not in _complete_versions(previous.body):
+        raise RemoteProtocolError(
+            f"lineage: back to version {header.from_step}, which is not known to be complete"
+        )
+    done = _complete_versions(body)[-1]
+    if done < _complete_versions(previous.body)[-1]:
+        raise RemoteProtocolError(
+            f"completed: version {done}, {_complete_versions(previous.body)[-1]} was before"
+        )
+    candidates = candidates_of(body)
+    layers = len(next(iter(candidates.values())).request.layers)
+    if body.stages[-1].last != layers:
+        raise RemoteProtocolError(
+            f"stages: they end at layer {body.stages[-1].last}, the members' model has {layers}"
+        )
+    for feeder in body.feeders:
+        if not candidates[feeder.member.peer].request.data_digest:
+            raise RemoteProtocolError(f"feeders: {feeder.member.peer} does not hold the data")
+    for number, members in enumerate(_holders(body)):
+        first, last = body.stages[number].first, body.stages[number].last
+        for member in members:
+            request = candidates[member.peer].request
+            needed = stage_bytes(context.manifest.training, request, first, last)
+            if needed > request.memory_bytes:
+                raise RemoteProtocolError(
+                    f"memory: stage {number} takes {needed} bytes, {member.peer} has "
+                    f"{request.memory_bytes}"
+                )
+
+
+def _complete_versions(body: PlanBody) -> tuple[int, ...]:
+    """The newest version known to be complete, and what everybody can build."""
+    return (0,) if body.completed is None else (0, body.completed.version)
+
+
+def _holders(body: PlanBody) -> list[list[Member]]:
+    """Who holds or fetches each stage."""
+    holders = [list(stage.replicas) for stage in body.stages]
+    for each in body.standby:
+        holders[each.stage].append(each.member)
+    return holders
+
+
+def _check_moves(
+    header: PlanHeader, body: PlanBody, previous: PlanLike, context: ReviewContext
+) -> None:
+    """Within a lineage stages keep their layers, and who gets work has held them before."""
+    before = previous.body
+    if not before.stages or header.lineage != previous.header.lineage:
+        return
+    if ranges_of_stages(body) != ranges_of_stages(before):
+        raise RemoteProtocolError(
+            f"moves: the stages {ranges_of_stages(body)} are not those before, "
+            f"{ranges_of_stages(before)}, and the lineage is the same"
+        )
+    waiting = {(each.member, each.stage) for each in before.standby}
+    for number, stage in enumerate(body.stages):
+        for member in stage.replicas:
+            if member in before.stages[number].replicas:
+                continue
+            if (member, number) not in waiting:
+                raise RemoteProtocolError(
+                    f"moves: {member.peer} gets stage {number}, which it neither hosted nor "
+                    f"stood by for"
+                )
+            heartbeat = context.heartbeats.get(member.peer)
+            lineage = previous.header.lineage
+            if heartbeat and not is_ready(heartbeat, member, number, lineage, version=0):
+                raise RemoteProtocolError(
+                    f"moves: {member.peer} is not ready for stage {number}: it is "
+                    f"{heartbeat.state} at stage {heartbeat.stage}, boot {heartbeat.boot}, "
+                    f"lineage {heartbeat.lineage}"
+                )
+
+
+# --- check 2: members, evictions, voters ---------------------------------------------------------
+
+
+def _check_members(body: PlanBody, previous: PlanLike, context: ReviewContext) -> None:
+    before = {member.peer: member.boot for member in members_of(previous.body)}
+    known = candidates_of(previous.body) or candidates_of(body)
+    example = next(iter(known.values()))
+    epoch = previous.header.epoch
+    for peer, candidate in candidates_of(body).items():
+        boot = candidate.member.boot
+        if before.get(peer) == boot:
+            continue
+        if boot < before.get(peer, 0):
+            raise RemoteProtocolError(
+                f"members: {peer} with boot {boot}, the plan before names {before[peer]}"
+            )
+        asked = candidate.request.epoch
+        if not asked <= epoch <= asked + JOIN_REQUEST_EPOCHS:
+            raise RemoteProtocolError(
+                f"members: {peer} asked to join in epoch {asked}, this plan follows {epoch}"
+            )
+        refusal = refusal_of(candidate, example, context.manifest)
+        if refusal:
+            raise RemoteProtocolError(f"members: {peer}: {refusal}")
+
+
+def _check_evictions(
+    body: PlanBody, evidence: Sequence[Signed], previous: PlanLike, context: ReviewContext
+) -> None:
+    """Whoever is left out has been given up by enough observers, by itself, or by a newer boot."""
+    before = previous.header
+    leaving = evicted(previous.body, body)
+    kept = {member.peer for member in members_of(previous.body) if member not in leaving}
+    coordinator = step_coordinator_of(previous.body) if previous.body.stages else ""
+    boots = _newest_boots(body, evidence, context)
+    words: dict[Member, dict[PeerId, str]] = {}
+    for signer, seen in _opened(evidence, OBSERVATION_PURPOSE, Observation):
+        if (seen.run, seen.generation, seen.epoch) == (before.run, before.generation, before.epoch):
+            words.setdefault(seen.suspect, {})[signer] = seen.reason
+    for member in leaving:
+        observers = words.get(member, {})
+        given_up = (
+            boots.get(member.peer, 0) > member.boot
+            or member.peer in observers
+            or observers.get(coordinator) == REPORT_MISSING
+        )
+        counted = [peer for peer in observers if peer in kept or peer in before.council]
+        needed = min(OBSERVERS, max(1, len(kept)))
+        if not given_up and len(counted) < needed:
+            raise RemoteProtocolError(
+                f"evictions: {member.peer}, boot {member.boot}, is left out on the word of "
+                f"{len(counted)} observers, {needed} are needed"
+            )
+
+
+def _newest_boots(
+    body: PlanBody, evidence: Sequence[Signed], context: ReviewContext
+) -> dict[PeerId, int]:
+    """Return the newest boot of each peer that the reviewer has heard of or that has asked to
+    join."""
+    boots = dict(context.boots)
+    requests = _opened((*body.requests, *evidence), JOIN_REQUEST_PURPOSE, JoinRequest)
+    for signer, request in requests:
+        if request.run == context.manifest.run and signer == request.peer:
+            boots[signer] = max(boots.get(signer, 0), request.boot)
+    return boots
+
+
+def _check_council(
+    header: PlanHeader, body: PlanBody, evidence: Sequence[Signed], previous: PlanLike
+) -> None:
+    """The change is legal; who is new in the council is a member and has consented."""
+    before = previous.header
+    refusal = legal_council_change(before.council, header.council)
+    if refusal:
+        raise RemoteProtocolError(f"council: {refusal}")
+    consents = {
+        signer
+        for signer, consent in _opened(evidence, CONSENT_PURPOSE, Consent)
+        if (consent.run, consent.generation, consent.epoch)
+        == (before.run, before.generation, before.epoch)
+    }
+    members = {member.peer for member in members_of(body)}
+    for peer in header.council:
+        if peer in before.council:
+            continue
+        if peer not in members:
+            raise RemoteProtocolError(f"council: {peer} is to vote and is no member")
+        if peer not in consents:
+            raise RemoteProtocolError(
+                f"council: {peer} is to vote and has not consented in epoch {before.epoch}"
+            )
+
+
+def _opened(evidence: Sequence[Signed], purpose: str, kind: type[R]) -> Iterator[tuple[PeerId, R]]:
+    """Yield signer and record of the evidence that is a `kind`; what is signed for another
+    purpose, or not at all, is no evidence of this kind."""
+    for signed in evidence:
+        if verify(signed.signer, purpose, signed.payload, signed.signature):
+            yield signed.signer, decode_record(signed.payload, kind)
+
+
+# --- check 3: the claim ---------------------------------------------------------------------------
+
+
+def _check_step_seconds(body: PlanBody, context: ReviewContext) -> None:
+    candidates = list(candidates_of(body).values())
+    expected = predicted_step_seconds(context.manifest.training, candidates, body.stages)
+    if not abs(body.step_seconds - expected) <= STEP_SECONDS_TOLERANCE * expected:
+        raise RemoteProtocolError(
+            f"step_seconds: the plan claims {body.step_seconds:.4g} s, the model says "
+            f"{expected:.4g} s"
+        )

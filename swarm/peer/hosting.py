@@ -1,0 +1,371 @@
+"""One replica at work in one epoch: it gets to the step in hand, commits, and makes durable.
+
+It owns the replica's parts: pipeline, reducer, and the coordinators that its place in the plan
+asks for. The rule: what the executor has done is noted at once, since the next plan may come at any
+await, and what is held outlives this plan.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import (
+    Durable,
+    GetListing,
+    Held,
+    LedgerReport,
+    Report,
+    Resume,
+    Settlement,
+    StateKind,
+)
+from protocol.records import Completed, PlanHeader, clip, sha256
+from protocol.signing import PeerId
+from swarm.core.coordinators import GroupCoordinator, StepCoordinator
+from swarm.core.holding import Holding
+from swarm.core.model import ModelShape
+from swarm.core.reduction import buckets
+from swarm.core.settlement import NoHolder
+from swarm.core.step import (
+    Apply,
+    Effect,
+    Recover,
+    ReplicaState,
+    ranges_of_stages,
+    step_coordinator_of,
+)
+from swarm.errors import HomeError
+from swarm.peer.pipeline import Pipeline
+from swarm.peer.reducer import Reducer
+from swarm.peer.replica import Replica
+from swarm.peer.state import RETRY_SECONDS, Fetched, NobodyHas, fetch
+from swarm.peer.versions import held_on_disk
+from swarm.ports import Buffer, Checkpoints
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 10.0
+"""For so long Resume waits for leavers; a replica that has not reported then is suspected."""
+ANY_HASH = bytes(32)
+"""Stands for the state hash of a stage whose holders all have to commit first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Whom a replica tells how it gets on."""
+
+    on_step: Callable[[], None]
+    """The step in hand has moved on."""
+    on_loss: Callable[[int, float], None]
+    """A step was committed whose mean loss this was."""
+    on_trouble: Callable[[str], None]
+
+
+class Hosting:
+    """What a replica does by one plan."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        header: PlanHeader,
+        checkpoints: Checkpoints,
+        perform: Callable[[Sequence[Effect | NoHolder]], None],
+        watcher: Watcher,
+    ) -> None:
+        self.role = replica.role
+        self.step = replica.step
+        self.pipeline = Pipeline(replica)
+        self.reducer = Reducer(replica)
+        self.group_coordinator: GroupCoordinator | None = None
+        self.step_coordinator: StepCoordinator | None = None
+        self._replica = replica
+        self._header = header
+        self._checkpoints = checkpoints
+        self._executor = replica.executor
+        self._links = replica.links
+        self._perform = perform
+        self._watcher = watcher
+        self._ranges = ranges_of_stages(self.role.body)
+        self._durable: Durable | None = None
+        """What the council was told last."""
+        self._recoveries_send, self._recoveries = trio.open_memory_channel[Recover](1)
+        self._commits_send, self._commits = trio.open_memory_channel[Apply](4)
+        self._make_coordinators()
+
+    def _make_coordinators(self) -> None:
+        role, training = self.role, self._replica.training
+        if role.me.peer == role.group[0]:
+            self.group_coordinator = GroupCoordinator(role, training)
+        if role.me.peer == step_coordinator_of(role.body):
+            made = buckets(self._replica.shape, self._ranges)
+            self.step_coordinator = StepCoordinator(
+                role,
+                training,
+                counted_tensors(self._replica.shape, self._ranges),
+                tied=[bucket.stages for bucket in made if bucket.stages[1:]],
+            )
+
+    # --- what is told ------------------------------------------------------------------------
+
+    def resume(self, message: Resume) -> None:
+        """All have reported: get to the step in hand."""
+        if self.group_coordinator is not None:
+            settled = bool(message.stages[self.role.stage].prepared)
+            self.group_coordinator.resume(message.step, prepared=settled)
+        self._perform(self.step.resume(message))
+
+    def ledger(self, sender: PeerId, message: LedgerReport) -> list[Effect]:
+        """Take in a ledger as the stage's coordinator."""
+        if self.group_coordinator is None:
+            raise RemoteProtocolError("LedgerReport is for the stage's coordinator")
+        return self.group_coordinator.ledger(sender, message)
+
+    def recover(self, effect: Recover) -> None:
+        """Get to the step in hand, in this replica's own time."""
+        self._recoveries_send.send_nowait(effect)
+
+    def apply(self, effect: Apply) -> None:
+        """Commit, in this replica's own time."""
+        self._commits_send.send_nowait(effect)
+
+    def opened(self, peer: PeerId) -> None:
+        """Tell a voter that has come (again) what it has missed, or forgotten with its boot."""
+        if self._durable is not None and peer in self._header.council:
+            self._links.post(peer, self._durable)
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Report, then work until cancelled."""
+        log.info("activate epoch=%d stage=%d", self._header.epoch, self.role.stage)
+        self.step.holding = await self._hold(self.step.holding)
+        self._links.post(
+            step_coordinator_of(self.role.body),
+            Report(fence=self.role.fence, held=await self._held()),
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.pipeline.run)
+            nursery.start_soon(self.reducer.run)
+            nursery.start_soon(self._run_recovery)
+            if self.step_coordinator is not None:
+                nursery.start_soon(self._excuse_leavers, self.step_coordinator)
+            await self._run_commits(nursery)
+
+    async def _held(self) -> tuple[Held, ...]:
+        found: tuple[Held, ...] = ()
+        holding = self.step.holding
+        bitmap = self._executor.ledger.bitmap
+        if holding is not None:
+            prepared = await self._executor.settle()
+            bitmap = self._executor.ledger.bitmap
+            found = (holding.reported(bitmap, prepared=prepared),)
+        own = self._ranges[self.role.stage]
+        others = [each for each in self._ranges if each != own]
+        checkpoints, header, body = self._checkpoints, self._header, self.role.body
+        return found + await held_on_disk(checkpoints, header, body, others, len(bitmap))
+
+    async def _excuse_leavers(self, coordinator: StepCoordinator) -> None:
+        await trio.sleep(REPORT_SECONDS)
+        self._perform(coordinator.go_without_leavers())
+
+    async def _hold(self, holding: Holding | None) -> Holding | None:
+        """Return what this peer holds of its stage in the plan's lineage, at a first plan or a
+        rollback after building it; None if it has to fetch."""
+        first, last = self._ranges[self.role.stage]
+        if holding is not None and holding.lineage == self._header.lineage:
+            return holding if holding.range == (first, last) else None
+        if self._header.from_step == 0:
+            root = await self._executor.build(self._ranges, self.role.stage)
+            return Holding(self._header.lineage, first, last, 0, root)
+        return await self._hold_from_disk(first, last)
+
+    async def _hold_from_disk(self, first: int, last: int) -> Holding | None:
+        """Load the version that the plan goes back to, if this peer has written it: the one whose
+        weights have the hashes that a certified plan names."""
+        version, completed = self._header.from_step, self.role.body.completed
+        if completed is None or completed.version != version:
+            return None
+        for lineage, written, state_hash, layers in await self._checkpoints.held():
+            if written != version or not set(range(first, last)) <= set(layers):
+                continue
+            states = await self._states_from_disk(lineage, range(first, last), completed)
+            if states is not None:
+                await self._executor.load(self._ranges, self.role.stage, version, states)
+                return Holding(self._header.lineage, first, last, version, state_hash)
+        return None
+
+    async def _states_from_disk(
+        self, lineage: int, layers: range, completed: Completed
+    ) -> dict[int, Buffer] | None:
+        states: dict[int, Buffer] = {}
+        for layer in layers:
+            place = (lineage, completed.version, layer)
+            try:
+                weights = await self._checkpoints.read("weights", *place)
+                state = await self._checkpoints.read("state", *place)
+            except HomeError as error:
+                log.error("checkpoint not used reason=%r", error.what)
+                return None
+            if weights is None or state is None:
+                return None
+            if sha256(weights) != completed.layer_hashes[layer]:
+                return None
+            states[layer] = state
+        return states
+
+    # --- getting to the step in hand -----------------------------------------------------------
+
+    async def _run_recovery(self) -> None:
+        async for recover in self._recoveries:
+            await self._recover(recover)
+            self._watcher.on_step()
+
+    async def _recover(self, recover: Recover) -> None:
+        step, settlement = recover.step, recover.settlement
+        fetch_state = recover.fetch_state
+        if recover.commit is not None:
+            await self._commit(Apply(step - 1, recover.commit))
+            held = self.step.holding
+            same = held is not None and held.state_hash == settlement.state_hash
+            fetch_state = settlement.state_hash != ANY_HASH and not same
+        if fetch_state:
+            await self._fetch_state(step, settlement)
+        elif recover.discard:
+            await self._executor.discard()
+        if recover.fetch_gradient:
+            fetched = await self._fetch("gradient", step, settlement.prepared, b"")
+            await self._executor.load_gradient(step, fetched.pieces)
+        held = self.step.holding
+        assert held is not None
+        has_gradient = recover.fetch_gradient or recover.keep_gradient
+        account = settlement.account if has_gradient else None
+        self._perform(self.step.recovered(held, account))
+        if self.step.state is ReplicaState.FINISHED:
+            await self._write(held)
+        elif account is not None:
+            self._perform(self.step.reduced(await self._executor.square_norms()))
+        elif len(self._executor.ledger):
+            self._perform(self.step.accounted(self._executor.ledger))
+        self.pipeline.wake()
+
+    async def _fetch_state(self, step: int, settlement: Settlement) -> None:
+        wanted = b"" if settlement.state_hash == ANY_HASH else settlement.state_hash
+        fetched = await self._fetch("state", step, settlement.donors, wanted)
+        stage = self.role.stage
+        self.step.holding = None
+        await self._executor.load(self._ranges, stage, step, fetched.pieces)
+        first, last = self._ranges[stage]
+        listing = fetched.listing
+        self.step.holding = Holding(
+            self._header.lineage, first, last, step, listing.state_hash, listing.totals
+        )
+        log.info("fetched stage=%d version=%d donors=%d", stage, step, len(fetched.donors))
+
+    async def _fetch(
+        self, kind: StateKind, version: int, donors: Sequence[PeerId], state_hash: bytes
+    ) -> Fetched:
+        """Fetch from the donors; they may have to commit first, so ask until they can."""
+        first, last = self._ranges[self.role.stage]
+        wanted = GetListing(
+            kind=kind,
+            lineage=self._header.lineage,
+            version=version,
+            first=first,
+            last=last,
+            state_hash=state_hash,
+        )
+        while True:
+            try:
+                return await fetch(self._links, donors, wanted)
+            except NobodyHas as fault:
+                log.info("not fetched kind=%s version=%d reason=%r", kind, version, str(fault))
+            await trio.sleep(RETRY_SECONDS)
+
+    # --- committing ----------------------------------------------------------------------------
+
+    async def _run_commits(self, nursery: trio.Nursery) -> None:
+        async for apply in self._commits:
+            await self._commit(apply)
+            self._perform(self.step.applied(apply.totals))
+            self._watcher.on_step()
+            if self.step.state is ReplicaState.HALTED:
+                self._watcher.on_trouble(_halt_reason(apply))
+            elif self._is_to_be_written():
+                assert self.step.holding is not None
+                nursery.start_soon(self._write, self.step.holding)
+            self.pipeline.wake()
+
+    async def _commit(self, apply: Apply) -> None:
+        """Let the executor commit; what is held has changed then, whatever comes next."""
+        totals = apply.totals
+        await self._executor.commit(apply.step, totals)
+        held = self.step.holding
+        if held is not None and totals.verdict != "halt":
+            self.step.holding = held.after(totals)
+        if totals.loss is not None:
+            self._watcher.on_loss(apply.step, totals.loss)
+        log.info("committed step=%d verdict=%s loss=%s", apply.step, totals.verdict, totals.loss)
+
+    # --- checkpoints ---------------------------------------------------------------------------
+
+    def _is_to_be_written(self) -> bool:
+        every = self._replica.training.checkpoints.every_steps
+        finished = self.step.state is ReplicaState.FINISHED
+        return finished or bool(every and self.step.version % every == 0)
+
+    async def _write(self, holding: Holding) -> None:
+        """Write this replica's layers, beside the work that goes on, and tell the council.
+
+        A version that has passed before it could be copied is not written."""
+        version = holding.version
+        weights = {
+            layer: await self._executor.layer_state(layer)
+            for layer in range(holding.first, holding.last)
+        }
+        # Asked last: if the executor is still at this version, the weights were of it, too.
+        states = await self._executor.snapshot(version)
+        if states is None:
+            return
+        hashes = await self._checkpoints.write(
+            holding.lineage, version, weights, states, holding.state_hash
+        )
+        log.info("durable version=%d layers=%d-%d", version, holding.first, holding.last - 1)
+        durable = Durable(
+            fence=self.role.fence, stage=self.role.stage, version=version, layer_hashes=hashes
+        )
+        # The council of the active plan decides that a version is complete.
+        self._durable = durable
+        for voter in self._header.council:
+            self._links.post(voter, durable)
+        await self._forget_old(holding.lineage, version)
+
+    async def _forget_old(self, lineage: int, version: int) -> None:
+        """Keep the last versions, and whatever is not below the newest complete one."""
+        completed = self.role.body.completed
+        complete = completed.version if completed is not None else 0
+        keep = self._replica.training.checkpoints.keep
+        old = [
+            (written_in, written)
+            for written_in, written, _, _ in await self._checkpoints.held()
+            if written < complete
+        ]
+        for written_in, written in old[: max(0, len(old) + 1 - keep)]:
+            await self._checkpoints.forget(written_in, written)
+
+
+def counted_tensors(shape: ModelShape, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Return how many tensors each stage counts in the norm: those of the buckets it owns."""
+    counts = [0] * len(ranges)
+    for bucket in buckets(shape, ranges):
+        counts[bucket.stages[0]] += len(bucket.slots)
+    return tuple(counts)
+
+
+def _halt_reason(apply: Apply) -> str:
+    totals = apply.totals
+    flags = ", ".join(f"microbatch {flag.index} in layer {flag.layer}" for flag in totals.flags)
+    text = f"step {apply.step}: non-finite numbers: {flags or 'in the sum of the gradients'}"
+    return clip(text)

@@ -1,0 +1,298 @@
+"""What a leader wants next: it gathers what the policy of core/drafting.py decides by.
+
+Voters gather it, too: whoever leads next has heard the same. The rule: a draft waits 200 ms from
+the first change, so that changes that belong together make one plan.
+"""
+
+import logging
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Durable, Heartbeat, LostWork
+from protocol.records import Completed, Manifest, Member, Signed
+from protocol.signing import PeerId
+from swarm.core.agreement import Agreement
+from swarm.core.ballots import Draft
+from swarm.core.chain import Plan
+from swarm.core.council import next_council
+from swarm.core.drafting import NoHolder, next_draft
+from swarm.core.losses import Losses
+from swarm.core.membership import Debounce, Membership
+from swarm.core.planning import (
+    Candidate,
+    candidates_of,
+    completing_plan,
+    evicted,
+    first_plan,
+    halting_plan,
+    members_of,
+)
+from swarm.core.roles import Situation
+from swarm.core.step import ReplicaState, replicas_of
+from swarm.errors import NoFeasiblePlan
+from swarm.peer.roster import Roster
+
+log = logging.getLogger(__name__)
+
+NOT_SETTLED = frozenset(
+    {ReplicaState.WAITING.value, ReplicaState.RECOVERING.value, "measuring", "starting"}
+)
+
+
+class Leading:
+    """What this peer would propose if it led."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        me: Member,
+        agreement: Agreement,
+        members: Membership,
+        roster: Roster,
+        wait_for_peers: int,
+        stages: int,
+    ) -> None:
+        """`wait_for_peers` and `stages` are for the first plan: how many peers it waits for, and
+        its number of stages."""
+        self._manifest = manifest
+        self._me = me
+        self._agreement = agreement
+        self._members = members
+        self._roster = roster
+        self._wait_for_peers = wait_for_peers
+        self._stages = stages
+        self._candidates: dict[PeerId, Candidate] = {}
+        self._consents: dict[PeerId, Signed] = {}
+        self._durable: dict[PeerId, Durable] = {}
+        self._losses = Losses()
+        self._halt = ""
+        self._no_holder_since: float | None = None
+        self._changes = Debounce()
+        self.trouble = ""
+        """Why no plan is possible; "" while one is, or none is needed."""
+
+    @property
+    def plan(self) -> Plan:
+        """Return the newest certified plan."""
+        return self._agreement.newest
+
+    @property
+    def candidates(self) -> frozenset[PeerId]:
+        """Return the peers that ask to join."""
+        return frozenset(self._candidates)
+
+    @property
+    def reference(self) -> Candidate | None:
+        """Return whom newcomers have to agree with: a member, or who founds the run."""
+        members = candidates_of(self.plan.body)
+        if members:
+            return members[min(members)]
+        return self._candidates.get(self._manifest.founder)
+
+    @property
+    def waiting_for(self) -> int:
+        """Return how many more peers must join before the first plan."""
+        if self.plan.body.stages:
+            return 0
+        return max(0, self._wait_for_peers - len(self._candidates))
+
+    # --- what is told ---------------------------------------------------------------------
+
+    def take_in(self, candidate: Candidate) -> None:
+        """A peer asks to join."""
+        if candidate.member not in members_of(self.plan.body):
+            self._candidates[candidate.member.peer] = candidate
+
+    def drop_candidate(self, peer: PeerId) -> None:
+        """Who asked to join has gone."""
+        self._candidates.pop(peer, None)
+
+    def consented(self, peer: PeerId, consent: Signed) -> None:
+        """A member would vote from the newest epoch on; the signature has been checked."""
+        self._consents[peer] = consent
+
+    def lost_work(self, sender: PeerId, message: LostWork, now: float) -> None:
+        """Frames between two workers were lost with a link. It may be said again and again."""
+        self._losses.lost(sender, message.peer, (message.generation, message.epoch), now)
+
+    def heard(self, peer: PeerId, at: float) -> None:
+        """A peer is alive: what was lost with its link is work, not the peer."""
+        self._losses.heard(peer, at)
+
+    def halt(self, reason: str) -> None:
+        """Training cannot go on: the next plan says so."""
+        body = self.plan.body
+        if body.stages and not body.halted and not body.ended:
+            self._halt = self._halt or reason
+
+    def durable(self, sender: PeerId, message: Durable) -> None:
+        """A replica has written its layers. Raises RemoteProtocolError if it does not host that
+        stage, or the version is not one that is written."""
+        body = self.plan.body
+        if message.stage >= len(body.stages) or sender not in replicas_of(body, message.stage):
+            raise RemoteProtocolError(f"{sender} does not host stage {message.stage}")
+        training = self._manifest.training
+        every = training.checkpoints.every_steps
+        due = message.version == training.steps or (every and message.version % every == 0)
+        if not due or message.version > training.steps:
+            raise RemoteProtocolError(f"{sender} wrote version {message.version}, which is not due")
+        self._durable[sender] = message
+
+    def adopted(self, before: Plan) -> None:
+        """There is a newer plan: most of what was asked for is settled."""
+        self._consents.clear()
+        at_once = self.plan.header.kind == "repair" or not before.body.stages
+        self._losses.adopted(self.plan.key, at_once=at_once)
+        self._halt = ""
+        self.trouble = ""
+        members = set(members_of(self.plan.body))
+        self._candidates = {
+            peer: each for peer, each in self._candidates.items() if each.member not in members
+        }
+        if self.plan.header.lineage != before.header.lineage:
+            self._durable.clear()
+        if self.plan.header.lineage != before.header.lineage or self.plan.body.ended:
+            self._no_holder_since = None
+
+    # --- what follows ---------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float:
+        """Return when a draft that waits for further changes is due."""
+        return self._changes.deadline
+
+    def draft(self, now: float) -> tuple[Draft, tuple[Signed, ...]] | None:
+        """Return the plan that this peer would propose now, with its evidence; None if there is
+        none, or if further changes may come."""
+        wanted = self._wanted(now)
+        if wanted is None:
+            self._changes.forget()
+            return None
+        self._changes.note(now)
+        if not self._changes.due(now):
+            return None
+        return wanted, self._evidence(wanted)
+
+    def _wanted(self, now: float) -> Draft | None:
+        header, body = self.plan.header, self.plan.body
+        if body.ended or body.halted:
+            return None
+        if not body.stages:
+            return self._first()
+        if self._halt:
+            same = halting_plan(body, self._halt)
+            return Draft(same, "planned", 0, header.lineage, header.council)
+        completed = self._completed()
+        if completed is not None:
+            ended = completed.version == self._manifest.training.steps
+            same = completing_plan(body, completed, ended=ended)
+            # In the middle of a run it waits for the next step boundary, where nothing is lost.
+            from_step = completed.version if ended else self.version + 1
+            return Draft(same, "planned", from_step, header.lineage, header.council)
+        wanted = next_draft(self._situation(now))
+        self.trouble = wanted.reason if isinstance(wanted, NoHolder) else ""
+        if isinstance(wanted, NoHolder):
+            self._no_holder_since = self._no_holder_since or now
+            return None
+        self._no_holder_since = None
+        return wanted
+
+    def _first(self) -> Draft | None:
+        founder = self._candidates.get(self._me.peer)
+        if founder is None or self.waiting_for:
+            return None
+        candidates = [self._candidates[peer] for peer in sorted(self._candidates)]
+        try:
+            body = first_plan(self._manifest.training, candidates, self._stages)
+        except NoFeasiblePlan as error:
+            self.trouble = f"{error.what} ({error.hint})"
+            return None
+        self.trouble = ""
+        council = next_council(self.plan.header.council, body, frozenset(self._consents))
+        return Draft(body, "planned", 0, 0, council)
+
+    def _completed(self) -> Completed | None:
+        """Return the version that all replicas have written, if it is not named complete yet.
+
+        Raises nothing: replicas that wrote different weights halt the run."""
+        body = self.plan.body
+        hashes: list[bytes] = []
+        versions: set[int] = set()
+        for number, stage in enumerate(body.stages):
+            told = [self._durable.get(member.peer) for member in stage.replicas]
+            said = [each for each in told if each is not None and each.stage == number]
+            versions.update(each.version for each in said)
+            if len(said) < len(told) or len(versions) > 1:
+                return None
+            if len({each.layer_hashes for each in said}) != 1:
+                self.halt(f"replicas of stage {number} ended with different weights")
+                return None
+            hashes.extend(said[0].layer_hashes)
+        if len(hashes) != body.stages[-1].last:
+            return None
+        version = versions.pop()
+        if body.completed is not None and body.completed.version >= version:
+            return None
+        return Completed(version, tuple(hashes))
+
+    @property
+    def _hosting(self) -> list[PeerId]:
+        body = self.plan.body
+        return [peer for stage in range(len(body.stages)) for peer in replicas_of(body, stage)]
+
+    @property
+    def version(self) -> int:
+        """Return the newest version that a replica of the newest plan has told of."""
+        heartbeats, lineage = self.heartbeats(), self.plan.header.lineage
+        told = [heartbeats[peer] for peer in self._hosting if peer in heartbeats]
+        return max((each.version for each in told if each.lineage == lineage), default=0)
+
+    def _situation(self, now: float) -> Situation:
+        header, body = self.plan.header, self.plan.body
+        heartbeats = self.heartbeats()
+        since = self._no_holder_since
+        settled = all(self._is_settled(peer, heartbeats) for peer in self._hosting)
+        if settled:
+            self._losses.settled(self.plan.key)
+        waiting = [peer for peer, each in heartbeats.items() if each.awaits]
+        return Situation(
+            manifest=self._manifest,
+            header=header,
+            body=body,
+            heartbeats=heartbeats,
+            gone=self._members.gone(members_of(body), now, waiting),
+            joining=[self._candidates[peer] for peer in sorted(self._candidates)],
+            consents=frozenset(self._consents) - frozenset(self._members.suspects),
+            lost_work=self._losses.reason,
+            apart=self._losses.apart(now),
+            settled=settled,
+            version=self.version,
+            waited_seconds=now - since if since is not None else 0.0,
+        )
+
+    def heartbeats(self) -> dict[PeerId, Heartbeat]:
+        """Return recent heartbeats of the members' starts that the newest plan names."""
+        found = {}
+        for member in members_of(self.plan.body):
+            heartbeat = self._roster.heartbeat(member)
+            if heartbeat is not None:
+                found[member.peer] = heartbeat
+        return found
+
+    def _is_settled(self, peer: PeerId, heartbeats: dict[PeerId, Heartbeat]) -> bool:
+        """Return whether a replica of the newest plan is active and has resumed."""
+        heartbeat = heartbeats.get(peer)
+        return (
+            heartbeat is not None
+            and (heartbeat.generation, heartbeat.active_epoch) == self.plan.key
+            and heartbeat.state not in NOT_SETTLED
+        )
+
+    def _evidence(self, draft: Draft) -> tuple[Signed, ...]:
+        found: list[Signed] = []
+        for member in evicted(self.plan.body, draft.body):
+            found.extend(self._members.evidence(member))
+        for peer in draft.council:
+            if peer not in self.plan.header.council and peer in self._consents:
+                found.append(self._consents[peer])
+        return tuple(found)

@@ -1,0 +1,409 @@
+"""Sounds and silence: who is suspected when, who is asked, and what is said about it."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.records import Member
+from protocol.signing import PeerId
+from swarm.core.chain import genesis
+from swarm.core.evidence import REPORT_MISSING
+from swarm.core.membership import (
+    ACCUSE_SECONDS,
+    DEBOUNCE_SECONDS,
+    Accuse,
+    Answer,
+    AskOthers,
+    Cleared,
+    Debounce,
+    Effect,
+    LoseWork,
+    Membership,
+    Probe,
+)
+from swarm.core.silence import SUSPICION_LEAST_SECONDS, SUSPICION_MOST_SECONDS
+from tests.core.plans import PEOPLE, heartbeat, manifest, observation
+
+ME, ALICE, BOB, CAROL = (Member(who.peer, 1) for who in PEOPLE[:4])
+EVERYBODY = [ME, ALICE, BOB, CAROL]
+BEFORE = genesis(manifest()).header
+
+
+def watching(*members: Member, coordinator: PeerId = "") -> Membership:
+    """Return who watches `members` since 0 and has heard and reached all of them then."""
+    membership = Membership(ME)
+    assert membership.watch([ME, *members], 0.0, coordinator) == []
+    for member in members:
+        membership.link_open(member.peer, 0.0)
+        assert membership.heard(member, 0.0) == []
+    return membership
+
+
+def until(
+    membership: Membership, end: float, start: float = 0.0, seconds: float = 0.5
+) -> list[tuple[float, Effect]]:
+    """Call expire every half second; return the effects with their time."""
+    found = []
+    for n in range(1, round((end - start) / seconds) + 1):
+        now = start + n * seconds
+        found += [(now, effect) for effect in membership.expire(now)]
+    return found
+
+
+# --- silence ------------------------------------------------------------------------------------
+
+
+def test_whoever_is_silent_is_asked_for_each_second_and_accused() -> None:
+    membership = watching(ALICE)
+    effects = until(membership, 10.0)
+    assert [at for at, effect in effects if effect == AskOthers(ALICE)] == [
+        3.0,
+        4.0,
+        5.0,
+        6.0,
+        7.0,
+        8.0,
+        9.0,
+        10.0,
+    ]
+    accusations = [(at, effect.reason) for at, effect in effects if isinstance(effect, Accuse)]
+    assert accusations == [(3.0, "has been silent for 3.0 s"), (8.0, "has been silent for 3.0 s")]
+    assert membership.suspects == (ALICE.peer,)
+
+
+def test_whoever_is_heard_again_is_cleared_once() -> None:
+    membership = watching(ALICE)
+    until(membership, 4.0)
+    assert membership.heard(ALICE, 4.2) == [Cleared(ALICE)]
+    assert membership.heard(ALICE, 4.3) == []
+    assert membership.suspects == ()
+    assert until(membership, 6.0, start=4.0) == []
+
+
+def first_suspicion(intervals: list[float]) -> float:
+    """Return after what silence somebody is suspected who was heard at these intervals."""
+    membership = watching(ALICE)
+    now = 0.0
+    for interval in intervals:
+        for _ in range(math.floor(interval)):
+            now += 1
+            membership.expire(now)
+        now += interval - math.floor(interval)
+        membership.heard(ALICE, now)
+    for n in range(1, 200):
+        if membership.expire(now + n / 10):
+            return n / 10
+    raise AssertionError("never suspected")
+
+
+def test_patience_follows_what_a_member_is_like() -> None:
+    assert first_suspicion([1.0] * 20) == SUSPICION_LEAST_SECONDS
+    assert first_suspicion([0.01] * 500) == SUSPICION_LEAST_SECONDS
+    # An irregular one, within its patience: mean 1.75 s, deviation about 0.75 s.
+    assert 4.0 < first_suspicion([1.0, 2.5] * 20) < 6.0
+    assert first_suspicion([2.0, 14.9] * 20) == SUSPICION_MOST_SECONDS
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.01, 20.0), max_size=30))
+def test_patience_has_bounds(intervals: list[float]) -> None:
+    silence = first_suspicion(intervals)
+    assert SUSPICION_LEAST_SECONDS <= silence <= SUSPICION_MOST_SECONDS + 0.1
+
+
+def test_before_its_first_sound_a_member_has_most_time() -> None:
+    membership = Membership(ME)
+    membership.watch([ME, ALICE], 0.0)
+    effects = until(membership, 16.0)
+    assert effects[0][0] == SUSPICION_MOST_SECONDS
+
+
+def test_while_this_peer_stood_still_nobody_was_silent() -> None:
+    membership = watching(ALICE)
+    until(membership, 2.0)
+    assert membership.expire(62.0) == []
+    assert membership.suspects == ()
+    assert until(membership, 64.5, start=62.0)[0] == (63.0, AskOthers(ALICE))
+
+
+def test_deadlines_are_kept() -> None:
+    """Driven by its own deadlines alone, nothing is late and nothing is polled in vain for long."""
+    membership = watching(ALICE)
+    assert membership.deadline == 3.0
+    effects: list[tuple[float, Effect]] = []
+    calls = 0
+    while (now := membership.deadline) <= 8.0:
+        effects += [(now, effect) for effect in membership.expire(now)]
+        calls += 1
+    assert [at for at, effect in effects if isinstance(effect, Accuse)] == [3.0, 8.0]
+    assert calls <= 12
+    assert Membership(ME).deadline == math.inf
+
+
+# --- links and boots ----------------------------------------------------------------------------
+
+
+def test_a_lost_link_is_no_death_but_a_refused_redial_after_it_is_suspicious() -> None:
+    membership = watching(ALICE)
+    assert membership.dial_refused(ALICE.peer, "refused", 0.1) == []  # the link is open
+    membership.link_lost(ALICE.peer, "reset", 1.0)
+    assert membership.suspects == ()
+    reason = "its link was lost (reset) and nobody listens (refused)"
+    assert membership.dial_refused(ALICE.peer, "refused", 1.1) == [
+        AskOthers(ALICE),
+        Accuse(ALICE, reason),
+    ]
+    assert membership.dial_refused(ALICE.peer, "refused", 1.2) == []
+
+
+def test_after_a_reconnection_a_refused_dial_means_nothing() -> None:
+    membership = watching(ALICE)
+    membership.link_lost(ALICE.peer, "reset", 1.0)
+    membership.link_open(ALICE.peer, 1.1)
+    assert membership.dial_refused(ALICE.peer, "refused", 1.2) == []
+
+
+def test_a_newer_boot_makes_the_older_one_gone_at_once() -> None:
+    membership = watching(ALICE, BOB)
+    again = Member(ALICE.peer, 2)
+    assert membership.heard(again, 1.0) == [Accuse(ALICE, "has started again (boot 2)")]
+    assert membership.heard(again, 1.1) == []
+    assert membership.heard(ALICE, 1.2) == []  # a late frame of the older one
+    assert membership.gone(EVERYBODY, 1.2) == {ALICE: "has started again (boot 2)"}
+    assert membership.boot_of(ALICE.peer) == 2
+    # A plan that still names the older boot changes nothing, one that names the newer one does.
+    assert membership.watch([ME, ALICE, BOB], 2.0) == [Accuse(ALICE, "has started again (boot 2)")]
+    assert membership.gone([ME, ALICE, BOB], 2.0) == {ALICE: "has started again (boot 2)"}
+    assert membership.watch([ME, again, BOB], 3.0) == []
+    assert membership.gone([ME, again, BOB], 3.0) == {}
+
+
+def test_a_plan_of_this_peers_older_boot_is_answered_by_its_own_word() -> None:
+    membership = Membership(Member(ME.peer, 2))
+    assert membership.watch([ME, ALICE], 0.0) == [Accuse(ME, "has started again (boot 2)")]
+    assert membership.gone([ME, ALICE], 0.0) == {ME: "has started again (boot 2)"}
+
+
+def test_whoever_says_that_it_leaves_is_gone() -> None:
+    membership = watching(ALICE)
+    assert membership.left(Member(ALICE.peer, 2), 1.0) == []
+    assert membership.left(ALICE, 1.0) == [Accuse(ALICE, "has left")]
+    assert membership.left(ALICE, 1.1) == []
+    assert membership.heard(ALICE, 1.2) == []
+    assert membership.gone(EVERYBODY, 1.2) == {ALICE: "has left"}
+
+
+def test_only_members_of_the_newest_plan_are_watched() -> None:
+    membership = watching(ALICE, BOB)
+    assert membership.watch([ME, BOB], 1.0) == []
+    membership.heard(BOB, 1.0)
+    effects = until(membership, 5.0, start=1.0)
+    assert {effect.target for _, effect in effects if isinstance(effect, Accuse)} == {BOB}
+    assert membership.silent_seconds(BOB.peer, 5.0) == 4.0
+    assert membership.silent_seconds(ALICE.peer, 5.0) == 0.0
+
+
+def test_silence_outlasts_a_plan_and_is_told_anew() -> None:
+    """Observations are good for one epoch."""
+    membership = watching(ALICE)
+    until(membership, 4.0)
+    membership.watch([ME, ALICE], 4.1)
+    assert membership.suspects == (ALICE.peer,)
+    assert Accuse(ALICE, "has been silent for 3.0 s") in membership.expire(4.2)
+
+
+def test_round_trips_are_smoothed() -> None:
+    membership = watching(ALICE)
+    assert membership.rtt_seconds(ALICE.peer) == 0.0
+    membership.heard(ALICE, 1.0, 0.08)
+    assert membership.rtt_seconds(ALICE.peer) == 0.08
+    membership.heard(ALICE, 2.0, 0.16)
+    assert membership.rtt_seconds(ALICE.peer) == pytest.approx(0.09)
+
+
+# --- for others ---------------------------------------------------------------------------------
+
+
+def test_who_is_heard_on_an_open_link_is_reached() -> None:
+    membership = watching(ALICE, CAROL)
+    assert membership.ping_for(BOB.peer, ALICE, 3.0) == [Answer(BOB.peer, ALICE, "")]
+    assert membership.ping_for(BOB.peer, ME, 3.0) == [Answer(BOB.peer, ME, "")]
+    assert membership.ping_for(BOB.peer, ALICE, 3.1) == [Probe(ALICE)]
+    membership.link_lost(CAROL.peer, "reset", 1.0)
+    assert membership.ping_for(BOB.peer, CAROL, 1.1) == [Probe(CAROL)]
+
+
+def test_a_probe_is_answered_by_a_sound_a_failure_or_in_a_second() -> None:
+    membership = Membership(ME)
+    for asker in (CAROL, BOB):
+        assert membership.ping_for(asker.peer, ALICE, 0.0) == [Probe(ALICE)]
+    assert membership.deadline == 1.0
+    assert membership.heard(ALICE, 0.5) == [
+        Answer(BOB.peer, ALICE, ""),
+        Answer(CAROL.peer, ALICE, ""),
+    ]
+    membership.ping_for(BOB.peer, ALICE, 1.0)
+    assert membership.dial_refused(ALICE.peer, "refused", 1.2) == [
+        Answer(BOB.peer, ALICE, "refused")
+    ]
+    membership.ping_for(BOB.peer, ALICE, 2.0)
+    assert membership.expire(2.9) == []
+    assert membership.expire(3.0) == [Answer(BOB.peer, ALICE, "does not answer a ping")]
+    assert membership.expire(3.1) == []
+
+
+def test_another_boot_is_no_answer() -> None:
+    membership = Membership(ME)
+    membership.ping_for(BOB.peer, Member(ALICE.peer, 2), 0.0)
+    assert membership.heard(ALICE, 0.1) == []  # an older one
+    expected = Answer(BOB.peer, Member(ALICE.peer, 2), "has started again (boot 3)")
+    assert membership.heard(Member(ALICE.peer, 3), 0.2) == [expected]
+    assert membership.ping_for(BOB.peer, Member(ALICE.peer, 2), 0.3) == [expected]
+
+
+# --- grey failure -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "predicted", "hangs"),
+    [(30.0, 0.1, False), (30.1, 0.1, True), (60.0, 3.0, False), (60.1, 3.0, True)],
+)
+def test_a_task_may_take_thirty_seconds_or_twenty_times_what_was_predicted(
+    task: float, predicted: float, hangs: bool
+) -> None:
+    membership = watching(ALICE)
+    said = heartbeat(task_seconds=task)
+    for member in (ME, ALICE):
+        effects = membership.stuck(member, said, predicted, 1.0)
+        assert [effect.target for effect in effects if isinstance(effect, Accuse)] == (
+            [member] if hangs else []
+        )
+        assert membership.stuck(member, said, predicted, 1.1) == []
+    assert membership.suspects == ((ALICE.peer,) if hangs else ())
+
+
+def test_being_heard_does_not_excuse_a_hanging_executor() -> None:
+    membership = watching(ALICE)
+    accusation = membership.stuck(ALICE, heartbeat(task_seconds=40.0), 0.1, 0.0)
+    for n in range(1, 11):
+        assert membership.heard(ALICE, n / 2) == []
+    assert membership.expire(ACCUSE_SECONDS) == accusation
+    assert membership.suspects == (ALICE.peer,)
+
+
+def test_a_plan_settles_what_a_member_owed() -> None:
+    membership = watching(ALICE)
+    membership.resume_missing(ALICE, 1.0)
+    membership.watch(EVERYBODY, 1.1)
+    assert membership.suspects == ()
+
+
+def test_of_those_who_wait_for_each_other_the_last_is_overdue() -> None:
+    membership = watching(ALICE, BOB, CAROL)
+    said = {
+        ALICE.peer: heartbeat(awaits=(BOB.peer,), awaits_seconds=31.0),
+        BOB.peer: heartbeat(awaits=(CAROL.peer,), awaits_seconds=31.0),
+        CAROL.peer: heartbeat(),
+    }
+    reason = f"{BOB.peer} has waited for it for 31 s"
+    assert membership.overdue(said, 0.1, 0.0) == [Accuse(CAROL, reason)]
+    assert membership.overdue(said, 0.1, 0.1) == []
+
+
+@pytest.mark.parametrize(
+    ("waits", "theirs", "predicted"),
+    [(29.0, 0.0, 0.1), (31.0, 5.0, 0.1), (31.0, 0.0, 2.0)],
+)
+def test_who_computes_or_has_time_left_is_not_overdue(
+    waits: float, theirs: float, predicted: float
+) -> None:
+    said = {
+        ALICE.peer: heartbeat(awaits=(BOB.peer,), awaits_seconds=waits),
+        BOB.peer: heartbeat(task_seconds=theirs),
+    }
+    assert watching(ALICE, BOB).overdue(said, predicted, 0.0) == []
+
+
+def test_a_missing_report_loses_work_and_the_second_running_is_a_word_against_its_sender() -> None:
+    membership = watching(ALICE, BOB)
+    assert membership.report_missing(ALICE, 10.0) == [LoseWork(ALICE.peer, "sent no Report")]
+    assert membership.report_missing(ALICE, 10.1) == []
+    membership.watch(EVERYBODY, 11.0)
+    assert membership.report_missing(ALICE, 21.0) == [Accuse(ALICE, REPORT_MISSING)]
+    assert membership.report_missing(BOB, 21.0) == [LoseWork(BOB.peer, "sent no Report")]
+    membership.watch(EVERYBODY, 22.0)
+    membership.watch(EVERYBODY, 23.0)
+    # Not running: there was an epoch in between.
+    assert membership.report_missing(BOB, 33.0) == [LoseWork(BOB.peer, "sent no Report")]
+
+
+def test_a_missing_resume_is_a_word_against_the_step_coordinator() -> None:
+    membership = watching(ALICE)
+    assert membership.resume_missing(ALICE, 1.0) == [Accuse(ALICE, "sent no Resume")]
+    assert membership.resume_missing(ALICE, 1.1) == []
+
+
+# --- on the leader --------------------------------------------------------------------------------
+
+
+def observed(membership: Membership, by: int, target: Member, now: float) -> None:
+    signed = observation(PEOPLE[by], target, BEFORE)
+    membership.observed(PEOPLE[by].peer, target, signed, now)
+
+
+def test_the_leader_collects_what_goes_into_the_review() -> None:
+    membership = watching(ALICE, BOB, CAROL)
+    observed(membership, 0, CAROL, 3.0)
+    assert membership.gone(EVERYBODY, 3.0) == {}
+    observed(membership, 2, CAROL, 3.1)
+    assert membership.gone(EVERYBODY, 3.1) == {CAROL: "is silent"}
+    assert membership.evidence(CAROL) == tuple(
+        observation(PEOPLE[n], CAROL, BEFORE) for n in (0, 2)
+    )
+
+
+def test_a_leader_that_hears_a_suspect_again_takes_its_own_word_back() -> None:
+    membership = watching(ALICE, BOB, CAROL)
+    membership.link_lost(CAROL.peer, "reset", 1.0)
+    membership.dial_refused(CAROL.peer, "refused", 1.1)
+    observed(membership, 0, CAROL, 1.1)
+    observed(membership, 2, CAROL, 1.2)
+    assert membership.heard(CAROL, 1.3) == [Cleared(CAROL)]
+    assert membership.gone(EVERYBODY, 1.3) == {}
+
+
+def test_hearing_a_suspect_does_not_take_back_what_else_is_wrong_with_it() -> None:
+    membership = watching(ALICE, BOB, CAROL)
+    membership.stuck(CAROL, heartbeat(task_seconds=40.0), 0.1, 0.0)
+    for by in (0, 2):
+        observed(membership, by, CAROL, 0.0)
+    until(membership, 3.0)
+    assert membership.heard(CAROL, 3.1) == [Cleared(CAROL)]
+    assert membership.gone(EVERYBODY, 3.1) == {CAROL: "is silent"}
+
+
+def test_what_has_been_observed_is_forgotten_with_the_next_plan() -> None:
+    membership = watching(ALICE, BOB, CAROL)
+    for by in (0, 1, 2):
+        observed(membership, by, CAROL, 1.0)
+    membership.watch(EVERYBODY, 2.0)
+    assert membership.gone(EVERYBODY, 2.0) == {}
+
+
+# --- debouncing ---------------------------------------------------------------------------------
+
+
+def test_changes_gather_from_the_first_one_and_later_ones_do_not_prolong_it() -> None:
+    debounce = Debounce()
+    assert debounce.deadline == math.inf
+    assert not debounce.due(5.0)
+    debounce.note(10.0)
+    debounce.note(10.15)
+    assert debounce.deadline == 10.0 + DEBOUNCE_SECONDS == 10.2
+    assert not debounce.due(10.19)
+    assert debounce.due(10.2)
+    assert not debounce.due(10.3)
+    debounce.note(10.3)
+    assert debounce.deadline == 10.5

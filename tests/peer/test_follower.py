@@ -1,0 +1,249 @@
+"""A standby follows its stage: it fetches, catches up, and begins anew after a gap."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import trio
+import trio.testing
+
+from protocol.messages import Commit, Fence, Resume, Settlement, Totals
+from protocol.records import Generation, Member, PlanBody, StagePlan, StandbyPlan, TensorSpec
+from swarm.core.holding import Holding
+from swarm.peer.follower import Follower
+from swarm.simulation.physics import Physics, integer_training
+from tests.core.plans import body
+from tests.peer.ends import HASH, RANGES, STAGE, Giver, totals_of, with_givers
+
+PHYSICS = Physics(integer_training(steps=9, microbatches=2), layers=3)
+SKIPPING = Physics(
+    integer_training(steps=9, microbatches=2), layers=3, nonfinite=frozenset({(1, 0, 2)})
+)
+FENCE = Fence(Generation(), 1, 1)
+QUIET_SECONDS = 0.05
+
+
+@dataclass
+class Standby:
+    """A follower, and the group that it follows."""
+
+    me: Giver
+    givers: Sequence[Giver]
+    follower: Follower
+    versions: list[int] = field(default_factory=list)
+    """What it has held, one after the other."""
+    moved: trio.Event = field(default_factory=trio.Event)
+
+    def on_step(self) -> None:
+        self.versions.append(self.follower.version)
+        self.moved.set()
+
+    async def until(self, version: int) -> None:
+        """Wait until it holds a version, and the same state as the group."""
+        while self.follower.version != version:
+            self.moved = trio.Event()
+            await self.moved.wait()
+
+    def resume(self, step: int) -> None:
+        settlement = Settlement(HASH, b"\x03", (), (), None, ())
+        resume = Resume(fence=FENCE, step=step, totals=None, stages=(settlement,) * 2)
+        self.follower.resume(resume)
+
+    async def commit(self, step: int, *, tell: bool = True) -> Totals:
+        """Let the group commit a step, and the standby hear of it."""
+        totals = totals_of(self.me.physics, step)
+        for each in self.givers:
+            await each.commit(totals)
+        if tell:
+            self.tell(step, totals)
+        return totals
+
+    def tell(self, step: int, totals: Totals) -> None:
+        self.follower.commit(Commit(fence=FENCE, step=step, totals=totals))
+
+    def check_equal(self) -> None:
+        """Its state is the group's."""
+        group, mine = self.givers[-1].holding, self.follower.holding
+        assert group is not None and mine is not None
+        assert (mine.version, mine.state_hash) == (group.version, group.state_hash)
+        assert self.me.executor.version == group.version
+
+
+def plan_of(givers: Sequence[Giver], me: Giver) -> PlanBody:
+    """Return a plan in which `givers` host the stage and `me` follows it."""
+    other = "elsewhere"
+    found = body([[each.me for each in givers], [other]])
+    stages = tuple(
+        StagePlan(first, last, stage.replicas, stage.shares, TensorSpec("float32", (8,)))
+        for (first, last), stage in zip(RANGES, found.stages, strict=True)
+    )
+    return msgspec.structs.replace(
+        found, stages=stages, standby=(StandbyPlan(Member(me.me, 1), STAGE),)
+    )
+
+
+def follow(
+    tmp_path: Path,
+    scenario: Callable[[Standby], Awaitable[None]],
+    *,
+    physics: Physics = PHYSICS,
+    holding: Holding | None = None,
+    is_leaver: bool = False,
+) -> None:
+    """Run `scenario` with a standby behind two replicas that hold version 0."""
+
+    async def main(me: Giver, givers: list[Giver]) -> None:
+        if holding is not None:
+            await me.hold()
+        follower = Follower(
+            stage=STAGE,
+            body=plan_of(givers, me),
+            lineage=0,
+            holding=holding,
+            executor=me.executor,
+            links=me.links,
+            is_leaver=is_leaver,
+            on_step=lambda: standby.on_step(),
+        )
+        standby = Standby(me, givers, follower)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(follower.run)
+            await scenario(standby)
+            nursery.cancel_scope.cancel()
+
+    with_givers(tmp_path, main, 2, physics)
+
+
+def test_a_standby_fetches_the_state_and_follows_step_by_step(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        assert not standby.follower.is_ready
+        standby.resume(0)
+        await standby.moved.wait()
+        assert standby.follower.is_ready
+        for step in range(4):
+            await standby.commit(step)
+            await standby.until(step + 1)
+            standby.check_equal()
+        assert standby.versions == [0, 1, 2, 3, 4]
+        assert standby.follower.is_ready
+        for each in standby.givers:
+            states = [asked.version for asked in each.listed if asked.kind == "state"]
+            assert states == [0]
+        # One replica gives each gradient, in turn.
+        gradients = [
+            [asked.version for asked in each.listed if asked.kind == "gradient"]
+            for each in standby.givers
+        ]
+        assert sorted(gradients) == [[0, 2], [1, 3]]
+
+    follow(tmp_path, scenario)
+
+
+def test_a_standby_begins_at_the_step_in_hand(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        for step in range(2):
+            await standby.commit(step, tell=False)
+        standby.resume(2)
+        await standby.until(2)
+        await standby.commit(2)
+        await standby.until(3)
+        standby.check_equal()
+        assert standby.versions == [2, 3]
+
+    follow(tmp_path, scenario)
+
+
+def test_after_a_gap_a_standby_begins_anew(tmp_path: Path) -> None:
+    """Of the steps that it hears of late, the group keeps only the last one's gradient."""
+
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0)
+        await standby.moved.wait()
+        missed = [await standby.commit(step, tell=False) for step in range(3)]
+        for step, totals in enumerate(missed):
+            standby.tell(step, totals)
+        await standby.until(3)
+        standby.check_equal()
+        assert standby.versions == [0, 3]
+        await standby.commit(3)
+        await standby.until(4)
+        standby.check_equal()
+        assert standby.versions == [0, 3, 4]
+
+    follow(tmp_path, scenario)
+
+
+def test_what_one_replica_cannot_give_another_gives(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0)
+        await standby.moved.wait()
+        standby.givers[0].scope.cancel()
+        for step in range(2):  # in turn it begins with either of them
+            await standby.commit(step)
+            await standby.until(step + 1)
+            standby.check_equal()
+        assert standby.versions == [0, 1, 2]
+        # By their gradients, and not by fetching the state again.
+        kinds = [(each.kind, each.version) for each in standby.givers[1].listed]
+        assert kinds == [("state", 0), ("gradient", 0), ("gradient", 1)]
+
+    follow(tmp_path, scenario)
+
+
+def test_a_skipped_step_needs_no_gradient(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0)
+        await standby.moved.wait()
+        assert [(await standby.commit(step)).verdict for step in range(3)][1] == "skip"
+        await standby.until(3)
+        standby.check_equal()
+
+    follow(tmp_path, scenario, physics=SKIPPING)
+
+
+def test_a_halting_verdict_moves_nothing(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0)
+        await standby.moved.wait()
+        standby.tell(0, msgspec.structs.replace(totals_of(PHYSICS, 0), verdict="halt"))
+        await trio.testing.wait_all_tasks_blocked(QUIET_SECONDS)
+        assert (standby.versions, standby.follower.is_ready) == ([0], True)
+
+    follow(tmp_path, scenario)
+
+
+def test_who_holds_the_state_already_does_not_fetch_it(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0)
+        assert standby.follower.is_ready
+        await standby.commit(0)
+        await standby.until(1)
+        standby.check_equal()
+        assert standby.versions == [1]
+
+    first, last = RANGES[STAGE]
+    follow(tmp_path, scenario, holding=Holding(0, first, last, 0, HASH))
+
+
+def test_a_leaver_keeps_what_others_may_fetch_until_the_next_commit(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0)
+        await trio.testing.wait_all_tasks_blocked(QUIET_SECONDS)
+        assert standby.versions == []
+        assert not standby.follower.is_ready
+        await standby.commit(0)
+        await standby.until(1)
+        standby.check_equal()
+
+    # It held another stage.
+    follow(tmp_path, scenario, holding=Holding(0, 2, 3, 0, HASH), is_leaver=True)
+
+
+def test_until_resume_a_standby_does_nothing(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        await trio.testing.wait_all_tasks_blocked(QUIET_SECONDS)
+        assert standby.versions == []
+        assert all(each.listed == [] for each in standby.givers)
+
+    follow(tmp_path, scenario)

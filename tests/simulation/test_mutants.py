@@ -1,0 +1,249 @@
+"""Daemons whose training fence has a rule broken do not get away with it; the shipped ones do.
+
+Each rule is broken in the situation that it is for. What notices it: (8) and (10) links are broken
+again and again by frames that cannot be, or the ledgers of a stage overlap, so that the run does
+not end (A7); (9) nobody waits for who is alive, so that the run does not end (A7); (11) the
+comparison with the plain loop at commit, which names the index that is counted twice (A5); (12) the
+ledgers of a stage never partition the step, so that the run does not end (A7); (13) the swarm goes
+back to an older version although every stage has a holder (lineage).
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+import trio
+
+from protocol.messages import Backward, Forward, Microbatch
+from protocol.signing import PeerId
+from swarm.peer.feeder import Feeder, _Read
+from swarm.simulation.network import Weather
+from swarm.simulation.physics import Physics, integer_training
+from swarm.simulation.trace import SimulationFailure
+from swarm.simulation.world import Options, World
+from tests.simulation import mutants
+from tests.simulation.disturbances import Watch, body_of, group_of, stage_of
+
+PEERS = 5
+WITHIN_SECONDS = 40.0
+SEEDS = (0, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule that is broken, and where."""
+
+    mutant: Callable[[pytest.MonkeyPatch], None]
+    situation: Callable[[World, Watch], Awaitable[None]]
+    rule: str
+    """What it violates."""
+    faults: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+    """What a peer does wrong for the situation to come about, with and without the mutant."""
+    stages: int = 2
+
+    @property
+    def name(self) -> str:
+        """Return the mutant's name."""
+        return self.mutant.__name__
+
+
+def live(seed: int, case: Case) -> None:
+    """Live through the situation. Raises SimulationFailure."""
+    training = integer_training(steps=3, microbatches=8)
+    options = Options(
+        Physics(training, layers=4),
+        peers=PEERS,
+        stages=case.stages,
+        weather=Weather(0.02, 0.01),
+        speeds=(0.2,) * PEERS,
+    )
+    world = World(f"mutants/{seed}", options)
+    watch = Watch(world, frozenset())
+    world.on_point = watch.reached
+
+    async def scenario(world: World) -> None:
+        for number in range(PEERS):
+            world.start(number)
+        await watch.once("coordinator", "after commit", nothing)
+        await case.situation(world, watch)
+        await world.ended(WITHIN_SECONDS)
+        if any(header.lineage for header in world.invariants._headers.values()):
+            world.violate("lineage", "the swarm went back although every stage had a holder")
+
+    world.run(scenario)
+
+
+def nothing(number: int) -> None:
+    """Only wait for this moment."""
+
+
+# --- situations -----------------------------------------------------------------------------
+
+
+async def slow_replica(world: World, watch: Watch) -> None:
+    """All frames of a replica take two seconds, and two others lose their link."""
+    slow: list[int] = []
+
+    def strike(number: int) -> None:
+        slow.append(number)
+        set_latency(world, number, 2.0)
+        others = [each for each in group_of(world, number) if each != number]
+        world.reset(others[0], others[1], 0)
+
+    await watch.once("replica", "after send LedgerReport", strike, lambda n: of_three(world, n))
+    await trio.sleep(8)
+    for number in slow:
+        set_latency(world, number, 0.02)
+
+
+async def quick_restart(world: World, watch: Watch) -> None:
+    """A replica starts again at once, in the middle of a step, when no plan is on its way."""
+
+    def strike(number: int) -> None:
+        world.kill(number)
+        world.network.after(0.3, lambda: world.start(number))
+
+    def is_late(number: int) -> bool:
+        executor = world.peers[number].executor
+        return executor is not None and executor.version == 2
+
+    await watch.once("replica", "after send LedgerReport", strike, is_late)
+    await trio.sleep(1)
+
+
+async def half_committed(world: World, watch: Watch) -> None:
+    """The step coordinator dies when its stage has committed and the other is only prepared."""
+    dead: list[int] = []
+
+    def cut(number: int) -> None:
+        dead.append(number)
+        world.cut([number], stage_of(world, body_of(world, number), 1), both=False)
+
+    def is_below(number: int) -> bool:
+        return number in stage_of(world, body_of(world, number), 0)
+
+    await watch.once("coordinator", "before send Commit", cut)
+    await watch.once("replica", "after commit", lambda _: world.kill(dead[0]), is_below)
+    await trio.sleep(6)
+    world.heal(dead, range(PEERS))
+    world.start(dead[0])
+
+
+async def doubled(world: World, watch: Watch) -> None:
+    """Two replicas have the same index, and a repair comes before anybody has noticed."""
+
+    def slow_down(number: int) -> None:
+        for each in range(PEERS):
+            world.network.path(each, group_of(world, each)[0]).latency_seconds = 1.0
+
+    def strike(number: int) -> None:
+        others = [each for each in group_of(world, number) if each != number]
+        world.reset(others[0], others[1], 0)
+
+    await watch.once("replica", "before forward", slow_down)
+    await watch.once("replica", "after backward", nothing, lambda n: of_three(world, n))
+    await watch.once("replica", "after backward", strike, lambda n: of_three(world, n))
+    await trio.sleep(6)
+    for number in range(PEERS):
+        set_latency(world, number, 0.02)
+
+
+async def undisturbed(world: World, watch: Watch) -> None:
+    """Nothing happens but what the feeder does."""
+    await watch.once("coordinator", "after send Commit", nothing)
+
+
+def of_three(world: World, number: int) -> bool:
+    """Return whether a peer's stage has three replicas."""
+    return len(group_of(world, number)) == 3
+
+
+def set_latency(world: World, number: int, seconds: float) -> None:
+    """Set how long frames of a peer take to all others."""
+    for other in range(PEERS):
+        if other != number:
+            world.network.path(number, other).latency_seconds = seconds
+
+
+# --- what a feeder may do wrong ---------------------------------------------------------------
+
+
+def feeds_twice(patch: pytest.MonkeyPatch) -> None:
+    """Once, a feeder sends a microbatch that has come back once more to the same replica."""
+    inject, backward = Feeder._inject, Feeder.backward
+    sent: dict[Microbatch, Forward] = {}
+    again: list[Microbatch] = []
+
+    def remember(self: Feeder, read: _Read, target: PeerId) -> None:
+        inject(self, read, target)
+        if read.mb.step == 1:
+            sent[read.mb] = _forward(self, read)
+            _payloads[read.mb] = (read.inputs, read.targets)
+
+    def repeat(self: Feeder, sender: PeerId, message: Backward) -> None:
+        backward(self, sender, message)
+        mb = message.microbatch
+        if mb in sent and sender != self._me and not again:
+            again.append(mb)
+            self._sent_to[mb] = sender
+            self._links.post(sender, sent[mb], _payloads[mb])
+
+    patch.setattr(Feeder, "_inject", remember)
+    patch.setattr(Feeder, "backward", repeat)
+
+
+def feeds_two(patch: pytest.MonkeyPatch) -> None:
+    """Once, a feeder sends a microbatch to two replicas."""
+    inject = Feeder._inject
+    doubled: list[Microbatch] = []
+
+    def twice(self: Feeder, read: _Read, target: PeerId) -> None:
+        inject(self, read, target)
+        others = [each for each in self._router._targets if each != target]
+        if read.mb.step == 1 and not doubled and others:
+            doubled.append(read.mb)
+            self._links.post(others[0], _forward(self, read), (read.inputs, read.targets))
+
+    patch.setattr(Feeder, "_inject", twice)
+
+
+_payloads: dict[Microbatch, tuple[memoryview, memoryview]] = {}
+
+
+def _forward(feeder: Feeder, read: _Read) -> Forward:
+    return Forward(
+        fence=feeder._fence,
+        microbatch=read.mb,
+        weight=read.weight,
+        path=(feeder._me,),
+        tensors=feeder._tensors,
+    )
+
+
+# --- tests ----------------------------------------------------------------------------------
+
+CASES = (
+    Case(mutants.without_fence, slow_replica, "A7"),
+    Case(mutants.without_boots, quick_restart, "A7"),
+    Case(mutants.resume_early, slow_replica, "A7"),
+    Case(mutants.count_again, undisturbed, "A5", feeds_twice, stages=1),
+    Case(mutants.overlap_ignored, doubled, "A7", feeds_two),
+    Case(mutants.prepared_ignored, half_committed, "lineage"),
+)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_broken_rule_is_noticed(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.faults(monkeypatch)
+    case.mutant(monkeypatch)
+    with pytest.raises(SimulationFailure) as caught:
+        live(seed, case)
+    assert caught.value.rule == case.rule
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_shipped_rule_holds(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.faults(monkeypatch)
+    live(seed, case)
