@@ -21,13 +21,16 @@ from protocol.messages import (
     GetManifest,
     GetState,
     Heartbeat,
+    Leave,
     LedgerReport,
+    LostWork,
     ManifestAnswer,
     Message,
     Prepared,
     Report,
     Resume,
     StartReduction,
+    Suspect,
     Training,
 )
 from protocol.packing import canonical
@@ -81,7 +84,19 @@ MAX_OTHER_WAYS_IN = 3
 MAX_LOSSES = 1000
 MAX_EPOCHS_TOLD = 64
 """How many plans `swarm status` tells the course of."""
-FORWARDED = Report | Resume | LedgerReport | StartReduction | Prepared | Commit | Heartbeat
+FORWARDED = (
+    Report
+    | Resume
+    | LedgerReport
+    | StartReduction
+    | Prepared
+    | Commit
+    | Durable
+    | Heartbeat
+    | LostWork
+    | Suspect
+    | Leave
+)
 """What may go by another peer: small, and training waits for it."""
 
 
@@ -173,6 +188,8 @@ class Daemon:
         self._early: list[tuple[PeerId, Training, Buffer]] = []
         self._record_sequence = 0
         self._told_newest: set[tuple[PeerId, int, int]] = set()
+        self._stands_still: tuple[tuple[object, ...], float] | None = None
+        """Where the step in hand is, without whom, and since when."""
         self._published = False
         self._found: list[PeerRecord] = []
         self._asked: frozenset[PeerId] = frozenset()
@@ -325,7 +342,7 @@ class Daemon:
         while True:
             if not self.control.is_member and not self.control.plan.body.ended:
                 if self.control.is_stuck(self._outside.executor.task_seconds):
-                    self._phase = "hung"
+                    self._phase = "stalled"
                     await self._next_membership()
                     continue
                 self._phase = "joining"
@@ -598,6 +615,7 @@ class Daemon:
         epoch, control = self._epoch, self.control
         newest, active = control.plan.header, self._active.header
         lost_version = epoch.lost_version if epoch is not None else None
+        awaits, awaits_seconds = self._awaits()
         return Heartbeat(
             generation=newest.generation,
             epoch=newest.epoch,
@@ -616,12 +634,27 @@ class Daemon:
             rtt_seconds=rtt_seconds,
             traffic=self._links.traffic.snapshot(),
             suspects=control.members.suspects,
-            awaits=epoch.awaits if epoch is not None else (),
-            awaits_seconds=epoch.awaits_seconds if epoch is not None else 0.0,
+            awaits=awaits,
+            awaits_seconds=awaits_seconds,
             task_seconds=self._outside.executor.task_seconds,
             rollback=lost_version if lost_version is not None else -1,
             trouble=clip(trouble),
         )
+
+    def _awaits(self) -> tuple[tuple[PeerId, ...], float]:
+        """Return who owes this peer what it cannot go on without, and for how long.
+
+        While its step stands still these are the workers whom it does not hear though others may:
+        such a link does not break, and nobody else can notice."""
+        epoch, now = self._epoch, trio.current_time()
+        if epoch is None or epoch.awaits or not epoch.is_replica:
+            return (epoch.awaits, epoch.awaits_seconds) if epoch is not None else ((), 0.0)
+        workers = workers_of(self._active.body)
+        unheard = tuple(peer for peer in self.control.members.suspects if peer in workers)
+        at = (*self._active.key, epoch.version, epoch.state, len(self.ledger), unheard)
+        if self._stands_still is None or self._stands_still[0] != at:
+            self._stands_still = at, now
+        return unheard, now - self._stands_still[1] if unheard else 0.0
 
     def status(self) -> dict[str, object]:
         """Return what `swarm status --json` prints."""

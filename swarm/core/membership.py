@@ -339,7 +339,8 @@ class Membership:
         """Give up who is awaited for too long and has nothing to wait for or to compute itself.
 
         Waiting is not failing: of a chain of peers that wait for each other only the last
-        counts."""
+        counts. But whom the waiting peer does not hear, though others do, is its trouble whatever
+        that one waits for: what it is owed does not come through, and all wait in a ring."""
         limit = _limit_seconds(predicted_task_seconds)
         effects: list[Effect] = []
         for peer, heartbeat in sorted(heartbeats.items()):
@@ -348,7 +349,9 @@ class Membership:
             for awaited in sorted(heartbeat.awaits):
                 theirs = heartbeats.get(awaited)
                 watched = self._watched.get(awaited)
-                if theirs is None or watched is None or theirs.awaits or theirs.task_seconds:
+                if theirs is None or watched is None:
+                    continue
+                if awaited not in heartbeat.suspects and (theirs.awaits or theirs.task_seconds):
                     continue
                 reason = f"{peer} has waited for it for {heartbeat.awaits_seconds:.0f} s"
                 effects += self._charge_once(watched.member, reason, now)

@@ -155,7 +155,7 @@ class Donor:
         """Return a checkpoint of the state that is asked for: its hash names it, whatever the
         lineage; a version of another lineage beyond the fork has another."""
         wanted = message.version, message.first, message.last
-        found = await read_states(self._checkpoints, *wanted)
+        found = await read_states(self._checkpoints, *wanted, state_hash=message.state_hash)
         if found is None:
             return None
         state_hash, states = found

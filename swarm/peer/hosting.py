@@ -22,7 +22,7 @@ from protocol.messages import (
     Settlement,
     StateKind,
 )
-from protocol.records import Completed, PlanHeader, clip, sha256
+from protocol.records import PlanHeader, clip
 from protocol.signing import PeerId
 from swarm.core.coordinators import GroupCoordinator, StepCoordinator
 from swarm.core.holding import Holding
@@ -37,13 +37,12 @@ from swarm.core.step import (
     ranges_of_stages,
     step_coordinator_of,
 )
-from swarm.errors import HomeError
 from swarm.peer.pipeline import Pipeline
 from swarm.peer.reducer import Reducer
 from swarm.peer.replica import Replica
 from swarm.peer.state import RETRY_SECONDS, Fetched, NobodyHas, fetch
-from swarm.peer.versions import held_on_disk
-from swarm.ports import Buffer, Checkpoints
+from swarm.peer.versions import held_on_disk, read_states
+from swarm.ports import Checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -188,33 +187,12 @@ class Hosting:
         version, completed = self._header.from_step, self.role.body.completed
         if completed is None or completed.version != version:
             return None
-        for lineage, written, state_hash, layers in await self._checkpoints.held():
-            if written != version or not set(range(first, last)) <= set(layers):
-                continue
-            states = await self._states_from_disk(lineage, range(first, last), completed)
-            if states is not None:
-                await self._executor.load(self._ranges, self.role.stage, version, states)
-                return Holding(self._header.lineage, first, last, version, state_hash)
-        return None
-
-    async def _states_from_disk(
-        self, lineage: int, layers: range, completed: Completed
-    ) -> dict[int, Buffer] | None:
-        states: dict[int, Buffer] = {}
-        for layer in layers:
-            place = (lineage, completed.version, layer)
-            try:
-                weights = await self._checkpoints.read("weights", *place)
-                state = await self._checkpoints.read("state", *place)
-            except HomeError as error:
-                log.error("checkpoint not used reason=%r", error.what)
-                return None
-            if weights is None or state is None:
-                return None
-            if sha256(weights) != completed.layer_hashes[layer]:
-                return None
-            states[layer] = state
-        return states
+        found = await read_states(self._checkpoints, version, first, last, completed=completed)
+        if found is None:
+            return None
+        state_hash, states = found
+        await self._executor.load(self._ranges, self.role.stage, version, states)
+        return Holding(self._header.lineage, first, last, version, state_hash)
 
     # --- getting to the step in hand -----------------------------------------------------------
 

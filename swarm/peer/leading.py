@@ -151,7 +151,7 @@ class Leading:
         }
         if self.plan.header.lineage != before.header.lineage:
             self._durable.clear()
-        if self.plan.header.lineage != before.header.lineage or self.plan.body.ended:
+        if at_once or self.plan.body.ended:
             self._no_holder_since = None
 
     # --- what follows ---------------------------------------------------------------------
@@ -194,7 +194,8 @@ class Leading:
         if isinstance(wanted, NoHolder):
             self._no_holder_since = self._no_holder_since or now
             return None
-        self._no_holder_since = None
+        if wanted is None:  # a draft that is wanted since nobody came back stays so until decided
+            self._no_holder_since = None
         return wanted
 
     def _first(self) -> Draft | None:
@@ -254,7 +255,7 @@ class Leading:
         settled = all(self._is_settled(peer, heartbeats) for peer in self._hosting)
         if settled:
             self._losses.settled(self.plan.key)
-        waiting = [peer for peer, each in heartbeats.items() if each.awaits]
+        waiting = [peer for peer, each in heartbeats.items() if each.awaits or each.rollback >= 0]
         return Situation(
             manifest=self._manifest,
             header=header,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from protocol.messages import Held
-from protocol.records import PlanBody, PlanHeader
+from protocol.records import Completed, PlanBody, PlanHeader, sha256
 from swarm.errors import HomeError
 from swarm.ports import Buffer, Checkpoints
 
@@ -15,15 +15,27 @@ log = logging.getLogger(__name__)
 
 
 async def read_states(
-    checkpoints: Checkpoints, version: int, first: int, last: int
+    checkpoints: Checkpoints,
+    version: int,
+    first: int,
+    last: int,
+    *,
+    completed: Completed | None = None,
+    state_hash: bytes = b"",
 ) -> tuple[bytes, dict[int, Buffer]] | None:
     """Return state hash and states of layers [first, last) at a version; None unless this disk
-    holds all of them."""
-    for lineage, written, state_hash, layers in await checkpoints.held():
-        if written == version and set(range(first, last)) <= set(layers):
-            states = await _read(checkpoints, lineage, version, range(first, last))
-            if states is not None:
-                return state_hash, states
+    holds all of them, with the weights of `completed`, or with the state hash that is asked for.
+
+    One of the two names the history: another lineage may have written the same version."""
+    wanted = range(first, last)
+    for lineage, written, known, layers in await checkpoints.held():
+        if written != version or not set(wanted) <= set(layers):
+            continue
+        if state_hash and known != state_hash:
+            continue
+        states = await _read(checkpoints, lineage, version, wanted, completed)
+        if states is not None:
+            return known, states
     return None
 
 
@@ -41,7 +53,7 @@ async def held_on_disk(
         return ()
     found = []
     for first, last in ranges:
-        held = await read_states(checkpoints, completed.version, first, last)
+        held = await read_states(checkpoints, completed.version, first, last, completed=completed)
         if held is not None:
             found.append(
                 Held(
@@ -63,16 +75,24 @@ MAX_RANGES = 15
 
 
 async def _read(
-    checkpoints: Checkpoints, lineage: int, version: int, layers: Sequence[int]
+    checkpoints: Checkpoints,
+    lineage: int,
+    version: int,
+    layers: Sequence[int],
+    completed: Completed | None,
 ) -> dict[int, Buffer] | None:
     states: dict[int, Buffer] = {}
-    for layer in layers:
-        try:
-            data = await checkpoints.read("state", lineage, version, layer)
-        except HomeError as error:
-            log.warning("damaged version=%d layer=%d fault=%r", version, layer, error.what)
-            return None
-        if data is None:
-            return None
-        states[layer] = data
+    try:
+        for layer in layers:
+            if completed is not None:
+                weights = await checkpoints.read("weights", lineage, version, layer)
+                if weights is None or sha256(weights) != completed.layer_hashes[layer]:
+                    return None
+            state = await checkpoints.read("state", lineage, version, layer)
+            if state is None:
+                return None
+            states[layer] = state
+    except HomeError as error:
+        log.error("checkpoint not used reason=%r", error.what)
+        return None
     return states

@@ -16,7 +16,7 @@ from functools import partial
 import trio
 
 from protocol.signing import PeerId
-from swarm.errors import AddressError, PeerRefused, PeerUnreachable
+from swarm.errors import AddressError, NobodyListens, PeerRefused, PeerUnreachable
 from swarm.ports import ByteStream
 from swarm.simulation.process import Process
 from swarm.simulation.streams import Half, Path, SimStream, Tap
@@ -157,7 +157,7 @@ class SimNetwork:
                 if target in self._unplugged:
                     await trio.sleep_forever()
                 await self._cross(back)
-                raise PeerUnreachable(whom, "connection refused")
+                raise NobodyListens(whom, "connection refused")
             await self._cross(back)
             await self._cross(there)
             while listener.process.frozen:

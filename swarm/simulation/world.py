@@ -17,7 +17,7 @@ from trio.testing import MockClock
 from protocol import signing
 from protocol.messages import TABLE, LeaderBeat
 from protocol.packing import canonical, unpack
-from protocol.records import Manifest, Training, decode_record, sha256
+from protocol.records import Manifest, PlanBody, PlanHeader, Training, decode_record, sha256
 from protocol.signing import Identity, PeerId
 from swarm.core.agreement import Agreement
 from swarm.core.chain import HARD_STATE, HardState
@@ -243,14 +243,23 @@ class World:
 
     def hosts(self) -> list[list[int]]:
         """Return who hosts each stage by the newest plan that any peer has; [] before the first."""
+        newest = self._newest()
+        stages = newest[1].stages if newest is not None and newest[1] is not None else ()
+        return [self._numbers([each.peer for each in stage.replicas]) for stage in stages]
+
+    def council(self) -> list[int]:
+        """Return who decides what follows the newest plan that any peer has."""
+        newest = self._newest()
+        return self._numbers(newest[0].council) if newest is not None else [FOUNDER]
+
+    def _newest(self) -> tuple[PlanHeader, PlanBody | None] | None:
         found = [self.invariants.newest(peer.number) for peer in self.peers]
-        plans = [plan for plan in found if plan is not None and plan[1] is not None]
-        if not plans:
-            return []
-        body = max(plans, key=lambda plan: (plan[0].generation, plan[0].epoch))[1]
-        assert body is not None
+        plans = [plan for plan in found if plan is not None]
+        return max(plans, key=lambda plan: (plan[0].generation, plan[0].epoch), default=None)
+
+    def _numbers(self, peers: Sequence[PeerId]) -> list[int]:
         numbers = {peer.identity.peer: peer.number for peer in self.peers}
-        return [[numbers[member.peer] for member in stage.replicas] for stage in body.stages]
+        return [numbers[peer] for peer in peers]
 
     def crash_at_save(self, number: int, count: int, *, kept: bool) -> None:
         """Kill a peer's daemon at its `count`th save from now on, before or after it counts."""

@@ -163,6 +163,7 @@ def heartbeat(
     task_seconds: float = 0.0,
     awaits: tuple[PeerId, ...] = (),
     awaits_seconds: float = 0.0,
+    suspects: tuple[PeerId, ...] = (),
     rollback: int = -1,
 ) -> Heartbeat:
     """Return what a member says of itself once a second."""
@@ -183,6 +184,7 @@ def heartbeat(
         compute_seconds=0.0,
         rtt_seconds=0.0,
         traffic=(),
+        suspects=suspects,
         awaits=awaits,
         awaits_seconds=awaits_seconds,
         task_seconds=task_seconds,

@@ -27,7 +27,7 @@ from tests.core.explore_agreement import Bounds, Explorer
 from tests.core.test_agreement_mutants import ForgetsTheAcceptedPlan, SkipsTheFsync, VotesTwice
 
 
-@pytest.mark.parametrize("seed", range(0, 200, 10))
+@pytest.mark.parametrize("seed", range(0, 300, 10))
 def test_faults_break_no_invariant_and_without_them_plans_follow(seed: int) -> None:
     for each in range(seed, seed + 10):
         run_seed(each)

@@ -1,5 +1,6 @@
 """What the leader wants next: every draft passes review, and no living peer loses its place."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -253,6 +254,66 @@ def test_the_step_coordinator_says_that_nobody_holds_the_step_in_hand() -> None:
     not_yet = {PEOPLE[0].peer: heartbeat(rollback=8, epoch=2)}
     for other in ({PEOPLE[1].peer: said[PEOPLE[0].peer]}, not_yet):
         assert next_draft(situation(RUN, FOUR, heartbeats=other)) is None
+
+
+def test_a_complete_version_that_nobody_has_is_waited_for_and_then_given_up() -> None:
+    complete = complete_at(FOUR, 6)
+    tried = Known(replace(complete.header, from_step=6, lineage=1), complete.body)
+    said = {PEOPLE[0].peer: heartbeat(rollback=6)}
+
+    def after(seconds: float, **more: object) -> Draft | NoHolder | None:
+        return next_draft(
+            situation(RUN, tried, heartbeats=said, waited_seconds=seconds, version=6, **more)
+        )
+
+    assert isinstance(after(RESTART_SECONDS), NoHolder)
+    back = after(RESTART_SECONDS, joining=[newcomer(5, RUN)])
+    assert isinstance(back, Draft)
+    assert (back.from_step, back.lineage) == (6, 2)
+    assert member(5) in {each for stage in back.body.stages for each in stage.replicas}
+    anew = after(RESTART_SECONDS + 1)
+    assert isinstance(anew, Draft)
+    assert (anew.from_step, anew.lineage) == (0, 2)
+
+
+def test_in_a_new_lineage_all_without_work_may_have_it_on_their_disks() -> None:
+    said = {PEOPLE[0].peer: heartbeat(rollback=8)}
+    draft = draft_in(situation(ONE, complete_at(SPARE, 6), heartbeats=said, version=9))
+    assert draft.lineage == 1
+    assert draft.body.leavers == (member(1), member(3))
+
+
+# --- peers that cannot reach each other -------------------------------------------------------
+
+
+def test_of_two_that_keep_losing_work_one_stands_by() -> None:
+    apart = [(PEOPLE[0].peer, PEOPLE[2].peer)]
+    draft = draft_in(situation(RUN, FOUR, lost_work="again", apart=apart))
+    assert groups(draft.body) == [peers(0, 1), peers(3)]
+    assert waiting(draft.body) == [(PEOPLE[2].peer, 1)]
+    assert draft.body.leavers == (member(2),)
+
+
+def test_who_loses_work_with_everybody_is_the_one_that_stands_by() -> None:
+    apart = [(PEOPLE[0].peer, PEOPLE[2].peer), (PEOPLE[0].peer, PEOPLE[3].peer)]
+    draft = draft_in(situation(RUN, FOUR, lost_work="again", apart=apart))
+    assert groups(draft.body) == [peers(1), peers(2, 3)]
+
+
+def test_who_is_kept_apart_is_not_promoted_meanwhile() -> None:
+    three = begun(ONE, candidates(3, ONE, FOUR_LAYERS), 2)
+    roomy = manifest(run=training(steps=100))
+    now = situation(roomy, three, heartbeats=ready(1, 0), settled=True)
+    assert groups(draft_in(now).body)[0] == peers(0, 1)
+    kept = dataclasses.replace(now, apart=[(PEOPLE[1].peer, PEOPLE[2].peer)])
+    assert next_draft(kept) is None
+
+
+def test_who_alone_holds_a_stage_stays_whatever_is_lost() -> None:
+    two = begun(RUN, candidates(2, RUN, FOUR_LAYERS), 2)
+    apart = [(PEOPLE[0].peer, PEOPLE[1].peer)]
+    draft = draft_in(situation(RUN, two, lost_work="again", apart=apart))
+    assert groups(draft.body) == groups(two.body)
 
 
 # --- planned ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from protocol.records import Member, PlanHeader
 from swarm.core.chain import genesis
-from swarm.core.evidence import OBSERVATION_SECONDS, REPORT_MISSING, Evidence
+from swarm.core.evidence import OBSERVATION_SECONDS, REPORT_MISSING, RESUME_MISSING, Evidence
 from tests.core.plans import PEOPLE, manifest, observation
 
 BEFORE: PlanHeader = genesis(manifest()).header
@@ -100,3 +100,15 @@ def test_whoever_is_gone_would_be_gone_for_a_reviewer(
     for target in found:
         counted = {by for by, of in words if of == target and by in [0, *kept]}
         assert (target, target) in words or len(counted) >= min(2, max(1, len(kept)))
+
+
+def test_who_waits_for_others_is_not_given_up_for_the_resume_it_cannot_send() -> None:
+    silent = told((2, 1), (3, 1), reason=RESUME_MISSING)
+    assert gone(silent, 4) == [1]
+    assert silent.gone(MEMBERS[:4], {}, 0.0, waiting=[MEMBERS[1].peer]) == {}
+
+
+def test_waiting_excuses_nothing_else() -> None:
+    dead = told((2, 1), (3, 1))
+    found = dead.gone(MEMBERS[:4], {}, 0.0, waiting=[MEMBERS[1].peer])
+    assert list(found) == [MEMBERS[1]]

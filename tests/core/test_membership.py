@@ -326,6 +326,17 @@ def test_who_computes_or_has_time_left_is_not_overdue(
     assert watching(ALICE, BOB).overdue(said, predicted, 0.0) == []
 
 
+def test_whom_the_waiting_peer_does_not_hear_is_overdue_though_all_wait_in_a_ring() -> None:
+    """Its frames reach others only: it waits for who waits for the one that does not hear it."""
+    membership = watching(ALICE, BOB)
+    said = {
+        ALICE.peer: heartbeat(awaits=(BOB.peer,), awaits_seconds=31.0, suspects=(BOB.peer,)),
+        BOB.peer: heartbeat(awaits=(ALICE.peer,), awaits_seconds=31.0),
+    }
+    reason = f"{ALICE.peer} has waited for it for 31 s"
+    assert membership.overdue(said, 0.1, 0.0) == [Accuse(BOB, reason)]
+
+
 def test_a_missing_report_loses_work_and_the_second_running_is_a_word_against_its_sender() -> None:
     membership = watching(ALICE, BOB)
     assert membership.report_missing(ALICE, 10.0) == [LoseWork(ALICE.peer, "sent no Report")]
@@ -407,3 +418,11 @@ def test_changes_gather_from_the_first_one_and_later_ones_do_not_prolong_it() ->
     assert not debounce.due(10.3)
     debounce.note(10.3)
     assert debounce.deadline == 10.5
+
+
+def test_changes_that_are_undone_are_not_due() -> None:
+    debounce = Debounce()
+    debounce.note(10.0)
+    debounce.forget()
+    assert debounce.deadline == math.inf
+    assert not debounce.due(11.0)

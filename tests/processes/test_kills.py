@@ -82,7 +82,7 @@ def test_one_after_the_other_is_killed_and_newcomers_join(tmp_path: Path) -> Non
     with Director(tmp_path, TEXT, peers=4, stages=2) as director:
         director.pace(PACE_SECONDS)
         director.start()
-        for who in ("founder", "leader", "coordinator", "plain replica"):
+        for who in ("founder", "leader", "plain replica"):
             victim = VICTIMS[who](director, Roles.of(director.wait_until(may_lose_one)))
             director.kill(victim)
             print(f"killed {victim}, the {who}")

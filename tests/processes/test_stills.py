@@ -27,6 +27,7 @@ FROZEN_SECONDS = 60.0
 HOUR_SECONDS = 3600.0
 
 
+@pytest.mark.slow
 def test_a_leader_that_is_frozen_for_a_minute_is_replaced_and_comes_back(tmp_path: Path) -> None:
     with Director(tmp_path, TEXT, peers=4, stages=2) as director:
         director.pace(2 * PACE_SECONDS)
@@ -83,6 +84,7 @@ def test_who_starts_again_before_it_is_missed_has_lost_what_it_held(tmp_path: Pa
         finish(director, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_executor_that_hangs_in_a_living_daemon_is_replaced(tmp_path: Path) -> None:
     """The daemon answers every ping all the while."""
     with Director(tmp_path, TEXT, peers=4, stages=2) as director:

@@ -26,7 +26,7 @@ from swarm.simulation.stage import SimStage
 
 
 def without_fence(patch: pytest.MonkeyPatch) -> None:
-    """(8) What was said by an older plan is taken for said by this one."""
+    """What was said by an older plan is taken for said by this one."""
     fenced = Daemon._handle_training
 
     def unfenced(self: Daemon, peer: PeerId, boot: int, message: Training, payload: Buffer) -> None:
@@ -39,7 +39,7 @@ def without_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_boots(patch: pytest.MonkeyPatch) -> None:
-    """(9) Members are known by their peer alone, and nobody notices that one starts again: not
+    """Members are known by their peer alone, and nobody notices that one starts again: not
     even by the link that it had, whose loss alone brings a repair that heals everything."""
 
     def same(self: Member, other: object) -> bool:
@@ -67,7 +67,7 @@ def without_boots(patch: pytest.MonkeyPatch) -> None:
 
 
 def resume_early(patch: pytest.MonkeyPatch) -> None:
-    """(10) Resume follows the first Report of every stage; who has not reported is believed to
+    """Resume follows the first Report of every stage; who has not reported is believed to
     hold the same version, and nothing of the step in hand."""
     patient = StepCoordinator._resume
 
@@ -95,7 +95,7 @@ def resume_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_again(patch: pytest.MonkeyPatch) -> None:
-    """(11) An index that is in the ledger already is taken in, and accumulated, once more."""
+    """An index that is in the ledger already is taken in, and accumulated, once more."""
     add, forward = Ledger.add, Pipeline.forward
 
     def add_again(self: Ledger, index: int, weight: int, **more: Any) -> None:
@@ -124,7 +124,7 @@ def count_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def overlap_ignored(patch: pytest.MonkeyPatch) -> None:
-    """(12) Accumulators that have an index in common all count."""
+    """Accumulators that have an index in common all count."""
     settle_stage = settlement._settle_stage
 
     def careless(*arguments: Any) -> Settlement:
@@ -134,7 +134,7 @@ def overlap_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def prepared_ignored(patch: pytest.MonkeyPatch) -> None:
-    """(13) Who is prepared for a step that others have committed does not count as a holder."""
+    """Who is prepared for a step that others have committed does not count as a holder."""
 
     def will_hold(held: Held, step: int, totals: Totals | None) -> bool:
         return held.version == step
