@@ -257,7 +257,7 @@ class Daemon:
             if epoch is None or epoch.awaits_seconds <= REPORT_SECONDS:
                 continue
             if self._active.key == self.control.plan.key:
-                self.control.owed(epoch.awaits, by_coordinator=epoch.is_step_coordinator)
+                self.control.vigil.owed(epoch.awaits, by_coordinator=epoch.is_step_coordinator)
 
     async def _next_news(self) -> None:
         """Wait until there is a newer plan, a step has been committed, or a link has ended."""
@@ -503,15 +503,15 @@ class Daemon:
 
     def opened(self, peer: PeerId, boot: int) -> None:
         """A link can be used (links.Receiver.opened)."""
-        self.control.opened(peer, boot)
+        self.control.vigil.opened(peer, boot)
         if self._epoch is not None:
             self._epoch.opened(peer)
 
     def lost(self, peer: PeerId, reason: str) -> None:
         """A link has ended (links.Receiver.lost): what two workers had on it may be lost."""
-        self.control.lost(peer, reason)
+        self.control.vigil.lost(peer, reason)
         if self._works_with(peer):
-            self.control.report_lost_work(peer)
+            self.control.vigil.report_lost_work(peer)
         self._note()
 
     def _works_with(self, peer: PeerId) -> bool:
@@ -520,15 +520,15 @@ class Daemon:
 
     def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
         """A peer could not be dialled (links.Receiver.unreachable)."""
-        self.control.unreachable(fault)
+        self.control.vigil.unreachable(fault)
         undelivered = [each for each in waiting if not self._forward(fault.peer, each)]
         if any(isinstance(each, Training) for each in undelivered) and self._works_with(fault.peer):
-            self.control.report_lost_work(fault.peer)
+            self.control.vigil.report_lost_work(fault.peer)
 
     def _forward(self, target: PeerId, message: Message) -> bool:
         """Let another peer pass on a control message that this one cannot deliver; return
         whether one does."""
-        via = self.control.relay_to(target) if isinstance(message, FORWARDED) else None
+        via = self.control.vigil.relay_to(target) if isinstance(message, FORWARDED) else None
         if via is None:
             return False
         frame = pack_forwarded(message)

@@ -15,7 +15,6 @@ import msgspec
 from protocol.errors import RemoteProtocolError
 from protocol.messages import (
     Accepted,
-    Certified,
     PreVote,
     PreVoteAnswer,
     Propose,
@@ -49,7 +48,6 @@ from swarm.core.ballots import (
     drafted,
     is_about,
     open_ballot,
-    recovery_plan,
     sign_verdict,
 )
 from swarm.core.chain import (
@@ -57,17 +55,14 @@ from swarm.core.chain import (
     Plan,
     check_certificate,
     check_follows,
-    check_state,
     checked_chain,
-    decider_of,
-    is_recovery,
-    key_of,
     legal_council_change,
     links_to,
     majority,
     open_plan,
 )
 from swarm.core.effects import Send
+from swarm.core.register import Register, key_of_proof
 from swarm.core.voting import (
     Adopted,
     Announce,
@@ -78,7 +73,6 @@ from swarm.core.voting import (
     Follower,
     Leader,
     Leading,
-    Persist,
     Proposing,
     Question,
     Refused,
@@ -112,7 +106,7 @@ M = TypeVar("M", bound=Voting)
 replace = msgspec.structs.replace
 
 
-class Agreement:
+class Agreement(Register):
     """What one peer knows of the chain of plans, its vote, and its leadership."""
 
     def __init__(
@@ -126,11 +120,8 @@ class Agreement:
         """Start from the hard state; `draw` returns a random number in [0, 1).
 
         Raises RemoteProtocolError if the state does not verify."""
-        self._manifest = manifest
-        self._identity = identity
+        super().__init__(manifest, identity, state)
         self._draw = draw
-        self._newest, self._active = check_state(state, manifest)
-        self._state = self._saved = state
         self._stance: Stance = Follower()
         self._leader: tuple[PeerId, int] | None = None
         self._early: tuple[tuple[PeerId, Question], ...] = ()
@@ -145,26 +136,6 @@ class Agreement:
         self._answered: dict[PeerId, float] = {}
 
     # --- what is known ---------------------------------------------------------------------
-
-    @property
-    def newest(self) -> Plan:
-        """Return the newest certified plan that this peer knows."""
-        return self._newest
-
-    @property
-    def active(self) -> Plan:
-        """Return the plan that this peer works by."""
-        return self._active
-
-    @property
-    def hard_state(self) -> HardState:
-        """Return what must be on disk before this peer says anything."""
-        return self._state
-
-    @property
-    def term(self) -> int:
-        """Return the highest term that this peer knows of."""
-        return self._state.term
 
     @property
     def leader(self) -> PeerId | None:
@@ -210,13 +181,6 @@ class Agreement:
                 return self._election_at
             case _:
                 return min(self._election_at, self._resend_at)
-
-    def chain_for(self, generation: Generation, epoch: int) -> tuple[CertifiedPlan, ...]:
-        """Return what a peer whose newest plan is named here needs: the links and the newest
-        plan, or nothing if it knows as much. Which links it has already, nobody else can say."""
-        if self._state.newest is None or self._newest.key <= (generation, epoch):
-            return ()
-        return (*self._state.links, self._state.newest)
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return all that decides what this peer does next but times: equal ones act alike."""
@@ -326,52 +290,22 @@ class Agreement:
 
         Raises RemoteProtocolError if it is not certified, or what `check` raises.
         """
-        key, known = _key(proof), self._newest.header
+        key = key_of_proof(proof)
         if key <= self._newest.key:
             return self._other_epoch(sender, key) if key < self._newest.key else []
-        if key[0] > known.generation:
-            if not is_recovery(proof, self._manifest):
-                return [FetchChain(sender)]
-            links, newest = checked_chain((proof,), self._manifest)
-            return self._saving(self._learn(links, newest, now, check))
-        is_next = key[1] == known.epoch + 1
-        # the council of the newest plan alone can be right about the next one
-        decider = council_hash(known.council) if is_next else decider_of(proof)
-        found = links_to(decider, self._state.links, self._newest, self._manifest)
-        if found is None:
+        checked = self._checked(proof)
+        if checked is None:
             return [FetchChain(sender)]
-        links, before = found[0], known if is_next else found[1]
-        newest = open_plan(proof, check_certificate(proof, before, self._manifest))
-        return self._saving(self._learn(links, newest, now, check))
+        return self._saving(self._learn(*checked, now, check))
 
     def handle_chain(
         self, plans: tuple[CertifiedPlan, ...], sender: PeerId, now: float, check: CheckBody
     ) -> list[Effect]:
         """Take in the answer to FetchChain. Raises RemoteProtocolError as `handle_certified`."""
-        if not plans or _key(plans[-1]) <= self._newest.key:
+        if not plans or key_of_proof(plans[-1]) <= self._newest.key:
             return []
         links, newest = checked_chain(plans, self._manifest)
         return self._saving(self._learn(links, newest, now, check))
-
-    def activate(self, plan: Plan) -> list[Effect]:
-        """Work by `plan` from now on. Raises ValueError if it is older than the one before, or
-        newer than what is certified."""
-        if not self._active.key <= plan.key <= self._newest.key:
-            raise ValueError(f"cannot work by epoch {plan.header.epoch} now")
-        if plan.key == self._active.key:
-            return []
-        self._active = plan
-        self._state = replace(self._state, active=plan.proof)
-        return self._saving([])
-
-    def recovery_plan(self, recovery: Identity, nonce: bytes, draft: Draft) -> CertifiedPlan:
-        """Return the plan that starts a new generation after the newest plan known here.
-
-        It is decided by the recovery key alone: hand it to `handle_certified`. Raises ValueError
-        if the key is another one."""
-        if recovery.peer != self._manifest.recovery:
-            raise ValueError("this is not the recovery key of the run")
-        return recovery_plan(recovery, nonce, draft, self._newest, self.term + 1)
 
     # --- messages --------------------------------------------------------------------------
 
@@ -430,11 +364,6 @@ class Agreement:
             )
             self._early = (*kept, (sender, message))[-MAX_KEPT:]
         return [FetchChain(sender)]
-
-    def _other_epoch(self, sender: PeerId, key: tuple[Generation, int]) -> list[Effect]:
-        if key > self._newest.key:
-            return [FetchChain(sender)]
-        return [Send(sender, Certified(plan=self._newest.proof))]
 
     # --- elections -------------------------------------------------------------------------
 
@@ -769,31 +698,8 @@ class Agreement:
         fields.setdefault("term", self.term)
         return kind(generation=header.generation, epoch=header.epoch, **fields)
 
-    # --- small things ----------------------------------------------------------------------
-
-    def _saving(self, effects: list[Effect]) -> list[Effect]:
-        if self._state is self._saved:
-            return effects
-        self._saved = self._state
-        return [Persist(self._state), *effects]
-
-    @property
-    def _me(self) -> PeerId:
-        return self._identity.peer
-
-    @property
-    def _council(self) -> tuple[PeerId, ...]:
-        return self._newest.header.council
-
     def _others(self) -> list[PeerId]:
         return sorted(peer for peer in self._council if peer != self._me)
-
-    def _is_majority(self, peers: frozenset[PeerId]) -> bool:
-        return len(peers) >= majority(self._council)
-
-
-def _key(plan: CertifiedPlan) -> tuple[Generation, int]:
-    return key_of(decode_record(plan.header, PlanHeader))
 
 
 def _no_judge(header: PlanHeader, body: PlanBody, evidence: tuple[Signed, ...]) -> str:

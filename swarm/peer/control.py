@@ -1,6 +1,6 @@
-"""Membership and agreement performed: votes, plans, heartbeats, suspicion, joining.
+"""Agreement performed: votes, plans, heartbeats, joining; `vigil` watches the others beside it.
 
-It drives `core.agreement`, `core.membership` and `leading`. The rule: hard state is on disk before
+It drives `core.agreement` and `leading`. The rule: hard state is on disk before
 anything that relies on it is sent.
 """
 
@@ -44,18 +44,15 @@ from protocol.messages import (
 from protocol.packing import canonical
 from protocol.records import (
     CONSENT_PURPOSE,
-    OBSERVATION_PURPOSE,
     PEER_RECORD_PURPOSE,
     CertifiedPlan,
     Consent,
     Manifest,
     Member,
-    Observation,
     PeerRecord,
     PlanBody,
     PlanHeader,
     Signed,
-    clip,
     open_signed,
     sign_record,
 )
@@ -68,7 +65,7 @@ from swarm.core.effects import Send
 from swarm.core.membership import Membership
 from swarm.core.planning import Candidate, members_of
 from swarm.core.review import ReviewContext, review
-from swarm.core.step import step_coordinator_of, workers_of
+from swarm.core.step import step_coordinator_of
 from swarm.core.verification import check_join, check_plan, refusal_of
 from swarm.core.voting import (
     Adopted,
@@ -80,7 +77,7 @@ from swarm.core.voting import (
     Refused,
     ReviewFailed,
 )
-from swarm.errors import NobodyListens, PeerError, RecoveryError
+from swarm.errors import PeerError, RecoveryError
 from swarm.peer.joining import NOT_YET
 from swarm.peer.leading import Leading
 from swarm.peer.link import Answer
@@ -92,29 +89,17 @@ from swarm.peer.roster import (
     beat_forever,
     working_members,
 )
+from swarm.peer.vigil import Vigil
 from swarm.ports import Storage
 
 log = logging.getLogger(__name__)
 
-VOTING = (
-    PreVote
-    | PreVoteAnswer
-    | RequestVote
-    | Vote
-    | Stand
-    | Review
-    | VerdictAnswer
-    | Propose
-    | Accepted
-)
 RETRY_SECONDS = 0.5
 """How soon a leader drafts again after its draft was not found good."""
 LONGEST_SECONDS = 1.0
 """After so long this peer looks round even if nothing is due."""
 LEADERLESS_SECONDS = 10.0
 """Elections take a few seconds: only after this time is the lack of a leader trouble."""
-MAX_ASKED = 4
-"""How many others a suspicion is checked with."""
 
 
 class Control:
@@ -148,6 +133,17 @@ class Control:
             wait_for_peers=wait_for_peers,
             stages=stages,
         )
+        self.vigil = Vigil(
+            run=manifest.run,
+            me=me,
+            identity=identity,
+            agreement=agreement,
+            links=links,
+            members=self.members,
+            roster=self.roster,
+            leading=self.leading,
+            wake=lambda: self._wake.set(),
+        )
         self._before = agreement.newest
         self.beat: LeaderBeat | None = None
         self._beat_at = trio.current_time()
@@ -157,13 +153,10 @@ class Control:
         self._on_plan = on_plan
         self.agree_seconds: float | None = None
         """From the first sign that a newer plan was needed to its adoption."""
-        self._sign_at: float | None = None
         self._trouble = ""
         self._retry_at = 0.0
         self._consented: tuple[object, ...] = ()
         self._fetching: set[PeerId] = set()
-        self._lost_with: set[PeerId] = set()
-        """With whom work of the active plan may have been lost."""
         self._wake = trio.Event()
         self.measured = trio.Event()
         """Set once this peer knows its machine, and may ask to join."""
@@ -224,17 +217,12 @@ class Control:
         if not body.stages or body.ended or self.beat_age_seconds <= LEADERLESS_SECONDS:
             return ""
         council = self.plan.header.council
-        reached = [peer for peer in council if self._reaches(peer)]
+        reached = [peer for peer in council if self.vigil.reaches(peer)]
         silent = [peer for peer in council if peer not in reached]
         return (
             f"nobody leads for {self.beat_age_seconds:.0f} s: {len(reached)} of the council's "
             f"{len(council)} voters are reached, {len(council) // 2 + 1} are needed; not reached: "
             f"{', '.join(silent) or 'none'}. Start them again, or use `swarm recover`"
-        )
-
-    def _reaches(self, peer: PeerId) -> bool:
-        return peer == self.me.peer or (
-            peer in self._links.connected() and peer not in self.members.suspects
         )
 
     @property
@@ -272,10 +260,10 @@ class Control:
         now = trio.current_time()
         if now >= self.agreement.deadline:
             self._perform(self.agreement.expire(now))
-        self._act(self.members.expire(now))
+        self.vigil.act(self.members.expire(now))
         if self.is_leader:
             heartbeats = self.leading.heartbeats()
-            self._act(self.members.overdue(heartbeats, self._task_seconds(), now))
+            self.vigil.act(self.members.overdue(heartbeats, self._task_seconds(), now))
         self._lead(now)
 
     @property
@@ -299,8 +287,8 @@ class Control:
     def stop(self) -> None:
         """Tell leader and council that this peer stops; its own word is the evidence."""
         if self.is_member:
-            signed = self._observation(self.me, "leaves")
-            for peer in self._guides():
+            signed = self.vigil.observation(self.me, "leaves")
+            for peer in self.vigil.guides():
                 self._links.post(peer, Suspect(observation=signed))
                 self._links.post(peer, Leave(boot=self.me.boot))
 
@@ -316,7 +304,7 @@ class Control:
                 self._links.post(peer, Pong(number=number))
             case Pong():
                 rtt_seconds = self.roster.round_trip(peer, message)
-                self._heard(peer, boot, now, rtt_seconds)
+                self.vigil.heard(peer, boot, now, rtt_seconds)
             case Heartbeat():
                 self._handle_heartbeat(peer, message, now)
             case LeaderBeat():
@@ -329,17 +317,17 @@ class Control:
             case Join():
                 self._handle_join(peer, message, answer)
             case PingFor(target=target):
-                self._act(self.members.ping_for(peer, target, now))
+                self.vigil.act(self.members.ping_for(peer, target, now))
             case PingResult(observation=signed) if signed is not None:
-                self._take_observation(signed)
+                self.vigil.take_observation(signed)
             case PingResult():
                 pass
             case Suspect(observation=signed):
-                self._take_observation(signed)
+                self.vigil.take_observation(signed)
             case LostWork():
-                self._take_lost_work(peer, message)
+                self.vigil.take_lost_work(peer, message)
             case Leave():
-                self._act(self.members.left(Member(peer, boot), now))
+                self.vigil.act(self.members.left(Member(peer, boot), now))
                 self.leading.drop_candidate(peer)
             case Consented(consent=signed):
                 self._take_consent(peer, signed)
@@ -437,7 +425,7 @@ class Control:
 
     def activate(self, plan: Plan) -> None:
         """Work by `plan` from now on."""
-        self._lost_with.clear()
+        self.vigil.activated()
         self._perform(self.agreement.activate(plan))
 
     def _judge(self, header: PlanHeader, body: PlanBody, evidence: tuple[Signed, ...]) -> str:
@@ -482,8 +470,8 @@ class Control:
     def _adopt(self, plan: Plan) -> None:
         log.info("adopted epoch=%d reason=%r", plan.header.epoch, plan.body.reason)
         now, before = trio.current_time(), self._before
-        self.agree_seconds = now - self._sign_at if self._sign_at is not None else None
-        self._sign_at = None
+        sign_at, self.vigil.sign_at = self.vigil.sign_at, None
+        self.agree_seconds = now - sign_at if sign_at is not None else None
         self._know(plan)
         self.leading.adopted(before)
         self._retry_at = 0.0
@@ -496,7 +484,7 @@ class Control:
             self._links.know_record(open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord))
         coordinator = step_coordinator_of(plan.body) if plan.body.stages else ""
         members = members_of(plan.body)
-        self._act(self.members.watch(members, trio.current_time(), coordinator))
+        self.vigil.act(self.members.watch(members, trio.current_time(), coordinator))
         self.roster.forget_all_but({member.peer for member in members} | self.leading.candidates)
 
     def _audience(self) -> list[PeerId]:
@@ -504,11 +492,6 @@ class Control:
         peers = {signed.signer for signed in (*self.plan.body.members, *self._before.body.members)}
         peers |= {*self.plan.header.council, *self._before.header.council}
         return sorted((peers | self.leading.candidates) - {self.me.peer})
-
-    def _guides(self) -> list[PeerId]:
-        """Return leader and council, without this peer: to whom members tell how they are."""
-        guides = {*self.plan.header.council, *((self.leader,) if self.leader else ())}
-        return sorted(guides - {self.me.peer})
 
     # --- consent ---------------------------------------------------------------------------
 
@@ -543,11 +526,10 @@ class Control:
             self.roster.heard(self.me.peer, heartbeat)
             now = trio.current_time()
             self.leading.heard(self.me.peer, now)
-            self._act(self.members.stuck(self.me, heartbeat, self._task_seconds(), now))
-            for peer in self._guides():
+            self.vigil.act(self.members.stuck(self.me, heartbeat, self._task_seconds(), now))
+            for peer in self.vigil.guides():
                 self._links.post(peer, heartbeat)
-            for peer in sorted(self._lost_with):
-                self._say_lost_work(peer)
+            self.vigil.repeat_lost_work()
             self.roster.ping_all()
 
         await beat_forever(HEARTBEAT_SECONDS, beat)
@@ -571,7 +553,7 @@ class Control:
                 self._links.post(peer, self.beat)
 
     def _handle_heartbeat(self, sender: PeerId, message: Heartbeat, now: float) -> None:
-        self._heard(sender, message.boot, now)
+        self.vigil.heard(sender, message.boot, now)
         self._perform(
             self.agreement.heard_follower(
                 sender, message.generation, message.epoch, message.term, now
@@ -581,7 +563,7 @@ class Control:
             return
         self.roster.heard(sender, message)
         member = Member(sender, message.boot)
-        self._act(self.members.stuck(member, message, self._task_seconds(), now))
+        self.vigil.act(self.members.stuck(member, message, self._task_seconds(), now))
         if message.trouble and self._is_working(member, message):
             self.leading.halt(message.trouble)
 
@@ -597,7 +579,7 @@ class Control:
     def _handle_leader_beat(
         self, sender: PeerId, boot: int, message: LeaderBeat, now: float
     ) -> None:
-        self._heard(sender, boot, now)
+        self.vigil.heard(sender, boot, now)
         self._perform(
             self.agreement.heard_leader(
                 sender, message.generation, message.epoch, message.term, now
@@ -640,131 +622,3 @@ class Control:
         """A replica has written its layers. Raises RemoteProtocolError if it may not say so."""
         self.leading.durable(sender, message)
         self._wake.set()
-
-    # --- who is there ----------------------------------------------------------------------
-
-    def _heard(self, peer: PeerId, boot: int, now: float, rtt_seconds: float | None = None) -> None:
-        self._act(self.members.heard(Member(peer, boot), now, rtt_seconds))
-        self.leading.heard(peer, now)
-
-    def opened(self, peer: PeerId, boot: int) -> None:
-        """A link can be used."""
-        self.members.link_open(peer, trio.current_time())
-
-    def lost(self, peer: PeerId, reason: str) -> None:
-        """A link to a peer has ended: see whether it is still there."""
-        if peer in self._links.connected():
-            return
-        self.members.link_lost(peer, reason, trio.current_time())
-        if peer in self.leading.candidates and not self.plan.body.stages:
-            self.leading.drop_candidate(peer)  # it asks again if it is still there
-            log.info("left peer=%s reason=%r", peer, reason)
-        elif peer in {member.peer for member in members_of(self.plan.body)}:
-            self.roster.ping(peer)
-        self._wake.set()
-
-    def unreachable(self, fault: PeerError) -> None:
-        """A peer could not be dialled."""
-        now = trio.current_time()
-        if isinstance(fault, NobodyListens):
-            self.agreement.lost_leader(fault.peer, now)
-            self._act(self.members.dial_refused(fault.peer, fault.reason, now))
-        else:
-            self._act(self.members.probe_failed(fault.peer, fault.reason))
-        self._wake.set()
-
-    def report_lost_work(self, peer: PeerId) -> None:
-        """Frames of the active plan may have been lost with a link to `peer`: say so until
-        another one is active."""
-        self._lost_with.add(peer)
-        self._say_lost_work(peer)
-
-    def _say_lost_work(self, peer: PeerId) -> None:
-        generation, epoch = self.agreement.active.key
-        message = LostWork(generation=generation, epoch=epoch, peer=peer)
-        self._take_lost_work(self.me.peer, message)
-        for guide in self._guides():
-            self._links.post(guide, message)
-
-    def _take_lost_work(self, sender: PeerId, message: LostWork) -> None:
-        self._see_sign()
-        self.leading.lost_work(sender, message, trio.current_time())
-        for peer in (sender, message.peer):
-            if peer != self.me.peer:
-                self.roster.ping(peer)
-
-    def owed(self, awaited: Sequence[PeerId], *, by_coordinator: bool) -> None:
-        """Reports (to the step coordinator) or Resume (by it) have not come in time."""
-        now = trio.current_time()
-        for member in members_of(self.plan.body):
-            if member.peer in awaited and by_coordinator:
-                self._act(self.members.report_missing(member, now))
-            elif member.peer in awaited:
-                self._act(self.members.resume_missing(member, now))
-
-    def relay_to(self, target: PeerId) -> PeerId | None:
-        """Return a peer that may pass on a message to `target`; None if there is none."""
-        others = self._others_to_ask(target)
-        return others[0] if others else None
-
-    def _act(self, effects: Sequence[membership.Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case membership.AskOthers(target):
-                    for peer in self._others_to_ask(target.peer):
-                        self._links.post(peer, PingFor(target=target))
-                case membership.Accuse() if self.plan.body.ended:
-                    pass  # peers may go
-                case membership.Accuse(target, reason):
-                    log.warning("suspects peer=%s reason=%r", target.peer, reason)
-                    self._accuse(target, reason)
-                case membership.Cleared(target):
-                    log.info("hears again peer=%s", target.peer)
-                case membership.Probe(target):
-                    self.roster.ping(target.peer)
-                case membership.Answer(asker, target, reason):
-                    signed = self._observation(target, reason) if reason else None
-                    self._links.post(asker, PingResult(target=target, observation=signed))
-                case membership.LoseWork(peer, _):
-                    self.report_lost_work(peer)
-        if effects:
-            self._wake.set()
-
-    def _others_to_ask(self, target: PeerId) -> list[PeerId]:
-        """Return a few peers that may reach `target`: voters first."""
-        council = [peer for peer in self.plan.header.council if self._reaches(peer)]
-        others = [peer for peer in workers_of(self.plan.body) if self._reaches(peer)]
-        ordered = dict.fromkeys([*council, *others])
-        return [peer for peer in ordered if peer not in (self.me.peer, target)][:MAX_ASKED]
-
-    def _see_sign(self) -> None:
-        """Something has happened that a newer plan may be needed for."""
-        if self._sign_at is None:
-            self._sign_at = trio.current_time()
-
-    def _accuse(self, target: Member, reason: str) -> None:
-        self._see_sign()
-        signed = self._observation(target, reason)
-        self.members.observed(self.me.peer, target, signed, trio.current_time())
-        for peer in self._guides():
-            if peer != target.peer:
-                self._links.post(peer, Suspect(observation=signed))
-
-    def _observation(self, target: Member, reason: str) -> Signed:
-        generation, epoch = self.plan.key
-        observation = Observation(
-            run=self.manifest.run,
-            generation=generation,
-            epoch=epoch,
-            suspect=target,
-            reason=clip(reason),
-        )
-        return sign_record(self._identity, OBSERVATION_PURPOSE, observation)
-
-    def _take_observation(self, signed: Signed) -> None:
-        """Note what a member has seen. Raises RemoteProtocolError for a bad signature."""
-        observation = open_signed(signed, OBSERVATION_PURPOSE, Observation)
-        current = (observation.generation, observation.epoch) == self.plan.key
-        if current and observation.run == self.manifest.run:
-            now = trio.current_time()
-            self.members.observed(signed.signer, observation.suspect, signed, now)
