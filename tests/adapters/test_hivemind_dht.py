@@ -241,8 +241,11 @@ async def outsider(
     thread = AsyncioThread("outsider")
     try:
         running = (await thread.finished(start())).result()
-        yield (await thread.finished(look())).result()
-        (await thread.finished(running.shutdown())).result()
+        try:
+            yield (await thread.finished(look())).result()
+        finally:
+            with trio.CancelScope(shield=True):
+                (await thread.finished(running.shutdown())).result()
     finally:
         await thread.aclose()
 

@@ -86,7 +86,7 @@ class Watch:
     """What counts as a moment."""
     victim: Moment | None = None
     replaced: bool = False
-    """Another peer comes in place of the killed one, which stays dead."""
+    """Another peer comes in place of the killed one, which stays dead if that may be."""
     moments: list[Moment] = field(default_factory=list)
     killed: int = -1
     """Number of the peer that was killed."""
@@ -134,8 +134,21 @@ class Watch:
             self.world.violate("replay", f"{process.name} {point} is not {victim}")
         self.world.note(f"{process.name} is {point}")
         self.killed = process.number
+        self.replaced = self.replaced and self._can_do_without(process.number)
         self.world.kill(process.number)
         self.world.network.after(PAUSE_SECONDS, self._return)
+
+    def _can_do_without(self, number: int) -> bool:
+        """Return whether another peer knows a council that has a majority without this one: else
+        all wait for it to come again, or for the recovery key."""
+        councils = [
+            peer.daemon.control.plan.header.council
+            for peer in self.world.peers
+            if peer.daemon is not None
+            and peer.number != number
+            and self.world.is_alive(peer.number)
+        ]
+        return any(len(council) >= 3 for council in councils)
 
     def _return(self) -> None:
         number = SUBSTITUTE if self.replaced else self.killed

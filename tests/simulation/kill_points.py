@@ -88,7 +88,8 @@ class Cell:
 
 TURNS = ((0.0, "restart"), (0.5, "newcomer"), (1.0, "restart"))
 """Of all moments at which a peer of the role is at the point: the first, the middle and the last
-one, and what follows the kill: the peer starts again, or another one comes in its place."""
+one, and what follows the kill: the peer starts again, or another one comes in its place (but who is
+the only voter does start again: nobody can decide without it)."""
 
 
 def cell(point: str, role: str, turn: int) -> Cell | None:

@@ -19,8 +19,8 @@ from swarm.core.membership import Membership
 from swarm.core.settlement import NoHolder
 from swarm.core.step import Effect, replicas_of
 from swarm.daemon import Daemon
-from swarm.peer.control import Control
 from swarm.peer.pipeline import Pipeline
+from swarm.peer.vigil import Vigil
 from swarm.ports import Buffer
 from swarm.simulation.stage import SimStage
 
@@ -59,7 +59,7 @@ def without_boots(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Member, "__eq__", same)
     patch.setattr(Member, "__hash__", lambda self: hash(self.peer))
-    patch.setattr(Control, "report_lost_work", lambda self, peer: None)
+    patch.setattr(Vigil, "report_lost_work", lambda self, peer: None)
     patch.setattr(Membership, "heard", heard_of_peer)
     patch.setattr(Membership, "_started_again", unnoticed)
     patch.setattr(Membership, "_own_older_boot", unnoticed)

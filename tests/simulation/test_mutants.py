@@ -108,7 +108,7 @@ async def quick_restart(world: World, watch: Watch) -> None:
             world.start(number)
 
         world.kill(number)
-        world.network.after(0.3, again)
+        world.network.after(0.005, again)
 
     def is_late(number: int) -> bool:
         executor = world.peers[number].executor
