@@ -295,6 +295,8 @@ class Daemon:
                 nursery.start_soon(self._epoch.run)
                 self._hand_over_early()
             while not self._is_time_for(self.control.plan):
+                if self._epoch is not None and self.control.plan.key != plan.key:
+                    self._epoch.end_before(self.control.plan.header.from_step)
                 await self._next_news()
             nursery.cancel_scope.cancel()
 

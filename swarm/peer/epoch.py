@@ -218,6 +218,11 @@ class Epoch:
         if self._hosting is not None:
             self._hosting.opened(peer)
 
+    def end_before(self, step: int) -> None:
+        """A planned change begins with `step`: this plan feeds no more from there on."""
+        if self._feeder is not None:
+            self._feeder.end_before(step)
+
     def works_by(self, fence: Fence) -> bool:
         """Return whether a message with this fence was said under this plan."""
         return (fence.generation, fence.epoch) == (self.fence.generation, self.fence.epoch)

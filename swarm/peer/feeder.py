@@ -69,6 +69,8 @@ class Feeder:
         """Indices that the first step misses, with the stages that lack them."""
         self._resumed = trio.Event()
         self._step = self._first = -1
+        self._end = training.steps
+        """The first step that is not for this plan."""
         self._moved = trio.Event()
         self._sent_to: dict[Microbatch, PeerId] = {}
 
@@ -96,6 +98,10 @@ class Feeder:
         if message.step == self._step and message.totals.verdict != "halt":
             self._step += 1
             self._wake()
+
+    def end_before(self, step: int) -> None:
+        """Another plan begins with `step`: what was fed by this one would be lost there."""
+        self._end = min(self._end, step)
 
     def backward(self, sender: PeerId, message: Backward) -> None:
         """A microbatch has come back: its credit is free.
@@ -150,7 +156,8 @@ class Feeder:
     async def _credit(self, step: int) -> PeerId:
         """Wait until `step` is in hand and stage 0 has room for one more."""
         while True:
-            target = self._router.choose(step) if step == self._step else None
+            fits = step == self._step and step < self._end
+            target = self._router.choose(step) if fits else None
             if target is not None:
                 return target
             self._moved = trio.Event()

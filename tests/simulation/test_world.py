@@ -43,6 +43,20 @@ def test_a_quiet_swarm_ends_with_the_weights_of_the_plain_loop(stages: int) -> N
     assert outcome.virtual_seconds < 30
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_planned_change_costs_no_work(seed: int) -> None:
+    """The council grows by plans of their own while the swarm trains: no microbatch is computed
+    twice, since the change waits for a step's end and nothing is fed beyond it."""
+    computed: list[str] = []
+    world = World(seed, options(peers=6, stages=3))
+    world.on_point = lambda process, point: computed.append(point)
+    outcome = world.run(undisturbed)
+    assert outcome.epochs >= 3
+    training = world.options.physics.training
+    assert computed.count("after turn") == training.steps * training.microbatches_per_step
+    assert computed.count("before forward") == 2 * computed.count("after turn")
+
+
 def test_a_step_with_a_flag_is_skipped() -> None:
     physics = Physics(
         integer_training(steps=3, microbatches=4), nonfinite=frozenset({(1, 2, 3), (1, 0, 0)})
