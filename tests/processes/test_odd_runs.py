@@ -111,7 +111,8 @@ def test_without_the_only_voter_nothing_is_decided_and_with_it_back_training_goe
 def test_a_stopped_leader_is_noticed_by_the_others_and_by_who_asks_it(tmp_path: Path) -> None:
     founder, other = training(tmp_path)
     with founder, other:
-        leader = other.status_when(lambda status: status["version"] > 1)["leader"]
+        led = other.status_when(lambda status: status["version"] > 1 and status["leader"])
+        leader = led["leader"]
         founder.process.send_signal(signal.SIGSTOP)
         status = other.status_when(lambda status: bool(status["planning_trouble"]))
         assert "nobody leads for" in status["planning_trouble"]

@@ -28,7 +28,8 @@ TEXT = manifest(PACED, ADAMW, steps=STEPS, microbatches=6, clip=0.5)
 
 
 def may_lose(one_of: int, council: int = 3) -> Callable[[Status], bool]:
-    """Every stage has so many replicas at work, and the council so many voters that are heard."""
+    """Every stage has so many replicas at work, the council has so many voters at least, and its
+    majority is heard without any one of them."""
 
     def holds(status: Status) -> bool:
         heard = {
@@ -44,7 +45,8 @@ def may_lose(one_of: int, council: int = 3) -> Callable[[Status], bool]:
             status["phase"] == "training"
             and int(status["version"]) >= 1
             and len(status["council"]) >= council
-            and {*status["council"], status["leader"]} <= heard
+            and status["leader"] in heard
+            and len(heard.intersection(status["council"])) - 1 > len(status["council"]) // 2
             and all(len(stage) >= one_of for stage in working)
         )
 

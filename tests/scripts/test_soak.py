@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """
-import swarm.core.agreement
-swarm.core.agreement.majority = lambda council: 1
+import swarm.core.agreement, swarm.core.register
+swarm.core.agreement.majority = swarm.core.register.majority = lambda council: 1
 """
 
 
