@@ -48,6 +48,7 @@ def test_a_leader_that_is_frozen_for_a_minute_is_replaced_and_comes_back(tmp_pat
         finish(director, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_replica_that_stands_still_in_a_reduction(tmp_path: Path) -> None:
     """Its half-sent shares are worth nothing once the others have gone on without it."""
     with contextlib.ExitStack() as stack:
@@ -99,6 +100,7 @@ def test_an_executor_that_hangs_in_a_living_daemon_is_replaced(tmp_path: Path) -
         finish(director, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_is_an_hour_wrong_matters_to_the_dht_alone(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         wrong = stack.enter_context(PointsOf(tmp_path / "wrong", clock_shift_seconds=HOUR_SECONDS))
