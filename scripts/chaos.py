@@ -327,7 +327,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="chooses order and victims; default 1")
     parser.add_argument("--kills", type=int, default=10, help=f"at least {LEAST_KILLS}; default 10")
     parser.add_argument("--joins", type=int, default=10, help="at least as many; default 10")
-    parser.add_argument("--steps", type=int, default=300, help="steps of the run; default 300")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the run; default 200")
     parser.add_argument(
         "--runs", type=int, default=1, help="so many runs, each with the next seed; default 1"
     )
