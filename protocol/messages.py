@@ -160,14 +160,15 @@ class Certified(Message, frozen=True, kw_only=True):
 
 
 class GetChain(Request, frozen=True, kw_only=True):
-    """Ask for the newest certified plan, and for what leads to it from the plan named here."""
+    """Ask for the newest certified plan and what leads to it, if it is newer than the one named."""
 
     generation: Generation
     epoch: Count
 
 
 class ChainAnswer(Reply, frozen=True, kw_only=True):
-    """The changes of the council after the plan that was named, and the newest plan last."""
+    """The plans at which the council changed, without bodies, and the newest plan last; nothing if
+    the asker knows as much. The chain is whole: whoever gets it can pass it on."""
 
     plans: tuple[CertifiedPlan, ...]
 

@@ -345,19 +345,19 @@ class Daemon:
             if not self.control.is_member and not self.control.plan.body.ended:
                 if self.control.is_stuck(self._outside.executor.task_seconds):
                     self._phase = "stalled"
-                    await self._next_membership()
+                    await self._wait_a_moment()
                     continue
                 self._phase = "joining"
                 await self._join(profile, digest)
                 self._phase = "waiting for peers"
                 with trio.move_on_after(pause * (1 + self._outside.draw())):
                     while self._is_asking():
-                        await self._next_membership()
+                        await self._wait_a_moment()
                 pause = min(2 * pause, REJOIN_MOST_SECONDS)
             else:
                 self._phase = "standby"
                 pause = REJOIN_SECONDS
-                await self._next_membership()
+                await self._wait_a_moment()
 
     def _is_asking(self) -> bool:
         """Return whether this peer still waits for the leader that it has asked."""
@@ -370,8 +370,8 @@ class Daemon:
             control.leader is None or control.is_leader or control.leader in self._asked
         )
 
-    async def _next_membership(self) -> None:
-        """Wait a moment: membership changes by what others do."""
+    async def _wait_a_moment(self) -> None:
+        """Let others act: whether this peer is a member, or is waited for, is theirs to change."""
         await trio.sleep(RETRY_SECONDS)
 
     async def _join(self, profile: Profile, digest: bytes) -> None:
