@@ -212,28 +212,6 @@ def without_body(plan: CertifiedPlan) -> CertifiedPlan:
     return CertifiedPlan(plan.header, b"", plan.certificate)
 
 
-def extended(
-    links: tuple[CertifiedPlan, ...],
-    known: PlanHeader,
-    plans: Sequence[CertifiedPlan],
-    manifest: Manifest,
-) -> tuple[tuple[CertifiedPlan, ...], PlanHeader]:
-    """Return the links and the newest header after taking in certified plans in order.
-
-    Plans that are not newer than the ones before are skipped. Raises RemoteProtocolError.
-    """
-    for plan in plans:
-        if key_of(decode_record(plan.header, PlanHeader)) <= key_of(known):
-            continue
-        header = check_certificate(plan, known, manifest)
-        if header.generation > known.generation:
-            links = (without_body(plan),)
-        elif header.council != known.council:
-            links = (*links, without_body(plan))
-        known = header
-    return links, known
-
-
 def checked_chain(
     plans: Sequence[CertifiedPlan], manifest: Manifest
 ) -> tuple[tuple[CertifiedPlan, ...], Plan]:
