@@ -187,7 +187,7 @@ class Agreement(Register):
         return (self._state, self._stance, self._leader, self._early)
 
     def set_rtt(self, seconds: float) -> None:
-        """Take in the longest round trip to the council: timeouts grow with it."""
+        """Take in the round trip to a majority of the council: timeouts grow with it."""
         self._scale = max(1.0, ELECTION_RTTS * seconds / ELECTION_SECONDS[0])
 
     # --- what happens ----------------------------------------------------------------------

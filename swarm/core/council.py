@@ -4,10 +4,11 @@ The rule: whoever votes is a member that has consented, or has voted before; eve
 that `chain.legal_council_change` allows.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from protocol.records import PeerRecord, PlanBody, decode_record
 from protocol.signing import PeerId
+from swarm.core.chain import majority
 
 
 def next_council(
@@ -39,6 +40,17 @@ def next_council(
 
 
 LARGEST_COUNCIL = 7
+
+
+def majority_rtt_seconds(
+    council: Sequence[PeerId], me: PeerId, rtt_seconds: Callable[[PeerId], float]
+) -> float:
+    """Return within how long a question of `me` is answered by enough of the council to decide.
+
+    One voter that is far away, or that answers late on purpose, changes nothing."""
+    trips = sorted(rtt_seconds(peer) for peer in council if peer != me)
+    others = majority(council) - (me in council)
+    return trips[others - 1] if others else 0.0
 
 
 def _records(body: PlanBody) -> list[PeerRecord]:

@@ -61,6 +61,7 @@ from swarm.core import membership, voting
 from swarm.core.agreement import Agreement
 from swarm.core.ballots import Draft
 from swarm.core.chain import HARD_STATE, Plan
+from swarm.core.council import majority_rtt_seconds
 from swarm.core.effects import Send
 from swarm.core.membership import Membership
 from swarm.core.planning import Candidate, members_of
@@ -521,8 +522,8 @@ class Control:
 
         def beat() -> None:
             leader = self.leader
-            rtt_seconds = self.members.rtt_seconds(leader) if leader is not None else 0.0
-            heartbeat = make(rtt_seconds, self._trouble)
+            leader_rtt = self.members.rtt_seconds(leader) if leader is not None else 0.0
+            heartbeat = make(leader_rtt, self._trouble)
             self.roster.heard(self.me.peer, heartbeat)
             now = trio.current_time()
             self.leading.heard(self.me.peer, now)
@@ -531,6 +532,10 @@ class Control:
                 self._links.post(peer, heartbeat)
             self.vigil.repeat_lost_work()
             self.roster.ping_all()
+            council = self.plan.header.council
+            self.agreement.set_rtt(
+                majority_rtt_seconds(council, self.me.peer, self.members.rtt_seconds)
+            )
 
         await beat_forever(HEARTBEAT_SECONDS, beat)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from protocol.records import PlanBody
 from swarm.core.chain import legal_council_change
-from swarm.core.council import next_council
+from swarm.core.council import majority_rtt_seconds, next_council
 from swarm.core.planning import first_plan
 from tests.core.plans import PEOPLE, candidate, manifest, request
 
@@ -107,3 +107,18 @@ def test_councils_reach_the_size_that_the_members_allow_and_stay() -> None:
         council = following(council, members, "1234567")
         sizes.append(len(council))
     assert sizes == [3, 5, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("council", "me", "seconds"),
+    [
+        ("a", "a", 0.0),
+        ("abc", "a", 0.1),  # b answers, c is far away or says so
+        ("abcde", "a", 0.2),
+        ("abc", "z", 0.1),  # who asks is no voter: a and b
+        ("c", "z", 9.0),
+    ],
+)
+def test_a_majority_answers_within_a_round_trip(council: str, me: str, seconds: float) -> None:
+    trips = {"a": 0.1, "b": 0.1, "c": 9.0, "d": 0.2, "e": 9.0}
+    assert majority_rtt_seconds(tuple(council), me, trips.__getitem__) == seconds

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from swarm.simulation.network import Weather
 from swarm.simulation.physics import Physics, integer_training
 from swarm.simulation.scenarios import STROKES, draw_storm, run_storm
 from swarm.simulation.trace import SimulationFailure
@@ -55,6 +56,26 @@ def test_a_planned_change_costs_no_work(seed: int) -> None:
     training = world.options.physics.training
     assert computed.count("after turn") == training.steps * training.microbatches_per_step
     assert computed.count("before forward") == 2 * computed.count("after turn")
+
+
+def test_voters_far_from_each_other_are_patient() -> None:
+    """Round trips of 0.8 s: an election of at least ten of them, where 2 s are else enough."""
+    patience: list[float] = []
+
+    async def listened(world: World) -> None:
+        for peer in world.peers:
+            world.start(peer.number)
+        await world.ended(200)
+        await trio.sleep(15)  # each plan's leader is elected anew
+        for peer in world.peers:
+            assert peer.daemon is not None
+            agreement = peer.daemon.control.agreement
+            if agreement.is_voter and agreement.leader not in (None, peer.identity.peer):
+                patience.append(agreement.deadline - trio.current_time())
+
+    World(1, options(weather=Weather(0.4, 0.0))).run(listened)
+    assert len(patience) >= 2
+    assert min(patience) > 6.0  # the leader was heard less than 2 s ago
 
 
 def test_a_step_with_a_flag_is_skipped() -> None:
