@@ -16,7 +16,6 @@ from swarm import __version__
 from swarm.adapters.control_socket import call
 from swarm.adapters.disk import KEY_BYTES, Home
 from swarm.config import PeerSettings, read_training, settings_of
-from swarm.daemon import with_port
 from swarm.errors import (
     DataError,
     ExportError,
@@ -30,6 +29,7 @@ from swarm.errors import (
 from swarm.homes import Overrides, create_home, invitation_of, join_home, parse_invitation
 from swarm.local import LocalOptions, run_local
 from swarm.node import Node, advertised_hosts
+from swarm.peer.discovery import with_port
 
 INTERRUPTED, BUG = 130, 70
 EXPORT_SECONDS = 24 * 3600.0

@@ -35,15 +35,9 @@ from protocol.messages import (
 )
 from protocol.packing import canonical
 from protocol.records import (
-    JOIN_REQUEST_PURPOSE,
-    PEER_RECORD_PURPOSE,
-    JoinRequest,
     Manifest,
     Member,
-    PeerRecord,
-    Signed,
     clip,
-    sign_record,
 )
 from protocol.signing import Identity, PeerId
 from swarm.core.agreement import Agreement
@@ -51,14 +45,15 @@ from swarm.core.chain import Plan
 from swarm.core.holding import Holding
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
-from swarm.core.planning import Candidate
 from swarm.core.step import audience_of, workers_of
-from swarm.errors import JoinError, PeerError
+from swarm.errors import PeerError
+from swarm.peer.applicant import Applicant
 from swarm.peer.control import Control
+from swarm.peer.discovery import Discovery
 from swarm.peer.donor import Donor
 from swarm.peer.epoch import Course, Epoch
 from swarm.peer.hosting import REPORT_SECONDS
-from swarm.peer.joining import JOIN_SECONDS, RETRY_SECONDS, find_swarm, join
+from swarm.peer.joining import RETRY_SECONDS
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
 from swarm.peer.state import gather_layers
@@ -75,12 +70,8 @@ from swarm.ports import (
 
 log = logging.getLogger(__name__)
 
-FIRST_PUBLISH_SECONDS, PUBLISH_SECONDS = 1.0, 30.0
-REJOIN_SECONDS, REJOIN_MOST_SECONDS = 5.0, 60.0
 MAX_EARLY_MESSAGES = 16
 """Of one peer."""
-MAX_OTHER_WAYS_IN = 3
-"""How many others' addresses an invitation names."""
 MAX_LOSSES = 1000
 MAX_EPOCHS_TOLD = 64
 """How many plans `swarm status` tells the course of."""
@@ -130,12 +121,6 @@ class Settings:
     stages: int = 0
 
 
-def with_port(hosts: Sequence[str], listen: str) -> tuple[str, ...]:
-    """Return HOST:PORT for every host, with the port of `listen`."""
-    port = listen.rpartition(":")[2]
-    return tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
-
-
 class Daemon:
     """One peer, from its start to its end."""
 
@@ -150,11 +135,8 @@ class Daemon:
         settings: Settings,
     ) -> None:
         self.me = Member(identity.peer, boot)
-        self.listen = ""
         self.manifest = manifest
-        self.identity = identity
         self._outside = outside
-        self._settings = settings
         self._links = Links(
             transport=outside.transport,
             me=identity.peer,
@@ -173,12 +155,25 @@ class Daemon:
             wait_for_peers=settings.wait_for_peers,
             stages=settings.stages,
         )
+        self.discovery = Discovery(
+            manifest=manifest,
+            me=self.me,
+            links=self._links,
+            advertised_hosts=settings.advertised_hosts,
+            host_label=settings.host_label,
+        )
+        self._applicant = Applicant(
+            identity=identity,
+            control=self.control,
+            links=self._links,
+            discovery=self.discovery,
+            addresses=settings.addresses,
+            device=settings.device,
+            draw=outside.draw,
+        )
         self._donor = Donor(outside.executor, outside.checkpoints, lambda: self.holding)
-        self._dht: Dht | None = None
-        self._profile: Profile | None = None
         self._epoch: Epoch | None = None
         self._holding: Holding | None = None
-        self._phase = "starting"
         self._samples_before = 0
         self._replayed_before = 0
         self._losses: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
@@ -186,14 +181,9 @@ class Daemon:
         self._courses: deque[Course] = deque(maxlen=MAX_EPOCHS_TOLD)
         self._news = trio.Event()
         self._early: list[tuple[PeerId, Training, Buffer]] = []
-        self._record_sequence = 0
         self._told_newest: set[tuple[PeerId, int, int]] = set()
         self._stands_still: tuple[tuple[object, ...], float] | None = None
         """Where the step in hand is, without whom, and since when."""
-        self._published = False
-        self._found: list[PeerRecord] = []
-        self._asked: frozenset[PeerId] = frozenset()
-        """Whom this peer has asked, last, to become a member."""
         self._stop = trio.Event()
 
     @property
@@ -209,12 +199,14 @@ class Daemon:
         Raises AddressError, ModelError, DataError, DhtError, JoinError for what keeps this peer
         from taking part."""
         async with trio.open_nursery() as nursery:
-            self.listen = await nursery.start(self._listen)
-            self._links.know(self.me.peer, self.addresses())
-            self._dht = await self._outside.start_dht(self.control.dht_addresses())
+            discovery = self.discovery
+            discovery.listen = await nursery.start(self._listen)
+            self._links.know(self.me.peer, discovery.addresses())
+            dht = await self._outside.start_dht(self.control.dht_addresses())
+            discovery.dht = dht
             try:
-                ready(self.listen)
-                nursery.start_soon(self._publish, self._dht)
+                ready(discovery.listen)
+                nursery.start_soon(discovery.run, dht)
                 nursery.start_soon(self.control.run)
                 nursery.start_soon(self._take_part)
                 nursery.start_soon(self.control.run_heartbeats, self._heartbeat)
@@ -224,7 +216,7 @@ class Daemon:
                 await self._links.say_goodbye()
             finally:
                 with trio.CancelScope(shield=True):
-                    await self._dht.aclose()
+                    await dht.aclose()
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
@@ -236,18 +228,23 @@ class Daemon:
 
     async def _take_part(self) -> None:
         """Measure, then be a member, and work by one plan after the other."""
-        self._phase = "measuring"
-        self._profile = await self._outside.executor.profile()
-        self.control.layers = len(self._profile.layers)
+        self._applicant.phase = "measuring"
+        profile = await self._outside.executor.profile()
+        self.control.layers = len(profile.layers)
         digest = b""
         if self._outside.source is not None:
             digest = await self._outside.source.digest()
-        self._phase = "standby"
+        self._applicant.phase = "standby"
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._stay_member, self._profile, digest)
+            nursery.start_soon(
+                self._applicant.stay_member,
+                profile,
+                digest,
+                lambda: self._outside.executor.task_seconds,
+            )
             nursery.start_soon(self._watch_resume)
             while True:
-                await self._work(self._profile)
+                await self._work(profile)
 
     async def _watch_resume(self) -> None:
         """Say so when a plan's Reports, or its Resume, are missing for too long."""
@@ -331,150 +328,6 @@ class Daemon:
         if role or self.me.peer not in audience_of(self._active.body):
             return True
         return any(isinstance(message, Resume) for _, message, _ in self._early)
-
-    # --- joining ---------------------------------------------------------------------------
-
-    async def _stay_member(self, profile: Profile, digest: bytes) -> None:
-        """Ask to become a member whenever the newest plan does not name this start of this peer.
-
-        Who has asked waits for a plan, and asks again after a while: a leader that is lost has
-        forgotten it."""
-        self.control.measured.set()
-        pause = REJOIN_SECONDS
-        while True:
-            if not self.control.is_member and not self.control.plan.body.ended:
-                if self.control.is_stuck(self._outside.executor.task_seconds):
-                    self._phase = "stalled"
-                    await self._wait_a_moment()
-                    continue
-                self._phase = "joining"
-                await self._join(profile, digest)
-                self._phase = "waiting for peers"
-                with trio.move_on_after(pause * (1 + self._outside.draw())):
-                    while self._is_asking():
-                        await self._wait_a_moment()
-                pause = min(2 * pause, REJOIN_MOST_SECONDS)
-            else:
-                self._phase = "standby"
-                pause = REJOIN_SECONDS
-                await self._wait_a_moment()
-
-    def _is_asking(self) -> bool:
-        """Return whether this peer still waits for the leader that it has asked."""
-        control = self.control
-        if control.is_member or control.plan.body.ended:
-            return False
-        # Before the first plan a leader forgets whose link has ended.
-        asked = self._has_plan or control.is_leader or self._asked <= self._links.connected()
-        return asked and (
-            control.leader is None or control.is_leader or control.leader in self._asked
-        )
-
-    async def _wait_a_moment(self) -> None:
-        """Let others act: whether this peer is a member, or is waited for, is theirs to change."""
-        await trio.sleep(RETRY_SECONDS)
-
-    async def _join(self, profile: Profile, digest: bytes) -> None:
-        if self.control.is_leader:
-            self.control.join_myself(Candidate(*self._request(profile, digest)))
-        else:
-            await self._join_others(profile, digest)
-
-    def _request(self, profile: Profile, digest: bytes) -> tuple[Signed, JoinRequest, Signed]:
-        """Return the signed peer record, the join request, and that signed."""
-        request = JoinRequest(
-            run=self.manifest.run,
-            peer=self.me.peer,
-            boot=self.me.boot,
-            epoch=self.control.plan.header.epoch,
-            device=self._settings.device,
-            layers=profile.layers,
-            memory_bytes=profile.memory_bytes,
-            numerics=profile.numerics,
-            data_digest=digest,
-        )
-        record = sign_record(self.identity, PEER_RECORD_PURPOSE, self._record())
-        return record, request, sign_record(self.identity, JOIN_REQUEST_PURPOSE, request)
-
-    async def _join_others(self, profile: Profile, digest: bytes) -> None:
-        fault: PeerError | None = None
-        deadline = trio.current_time() + JOIN_SECONDS
-        first: PeerId | None = None
-        while trio.current_time() < deadline or self._has_plan:
-            try:
-                if first is None or first not in self._links.connected():
-                    known = await self._known_peers()
-                    addresses = () if self._has_plan and known else self._settings.addresses
-                    first = await find_swarm(self._links, addresses, known)
-                await self.control.fetch_chain(first)  # a request is good for a few epochs only
-                record, _, request = self._request(profile, digest)
-                self._asked = await join(self._links, first, record, request)
-                return
-            except PeerError as error:
-                log.info("nobody takes this peer in yet reason=%r", error.reason)
-                fault, first = error, None
-            if self.control.is_member or self.control.is_leader:
-                return
-            await trio.sleep(RETRY_SECONDS)
-        raise JoinError(
-            f"cannot join run {self.manifest.run.hex()[:16]}…: nobody took us in "
-            f"within {JOIN_SECONDS:g} s",
-            evidence=(fault.reason,) if fault is not None else (),
-            hint="ask a running peer for a fresh invitation with `swarm invite`",
-        )
-
-    @property
-    def _has_plan(self) -> bool:
-        """Return whether this peer has been part of the swarm: then it does not give up."""
-        return bool(self.control.plan.body.stages)
-
-    async def _known_peers(self) -> list[PeerId]:
-        """Return whom to ask: the leader and those with a link first, then who was a member, and
-        whom the DHT names."""
-        plan = self.control.plan
-        leader = [self.control.leader] if self.control.leader is not None else []
-        members = [signed.signer for signed in plan.body.members]
-        found = [each.peer for each in await self._look_up()]
-        connected = sorted(self._links.connected())
-        if not leader and connected and not self._has_plan:
-            return connected
-        ordered = dict.fromkeys([*leader, *connected, *plan.header.council, *members, *found])
-        return [peer for peer in ordered if peer != self.me.peer]
-
-    # --- discovery -------------------------------------------------------------------------
-
-    def _record(self) -> PeerRecord:
-        self._record_sequence += 1
-        return PeerRecord(
-            run=self.manifest.run,
-            peer=self.me.peer,
-            boot=self.me.boot,
-            addresses=self.addresses(),
-            dht_addresses=self.dht_addresses(),
-            sequence=self._record_sequence,
-            host_label=self._settings.host_label,
-        )
-
-    async def _publish(self, dht: Dht) -> None:
-        """Say where this peer is and see who else is there: often at first, then now and then."""
-        pause = FIRST_PUBLISH_SECONDS
-        while True:
-            self._published = await dht.publish(self._record())
-            if not self._published:
-                log.warning("dht publish failed")
-            await self._look_up()
-            await trio.sleep(pause)
-            pause = min(2 * pause, PUBLISH_SECONDS)
-
-    async def _look_up(self) -> list[PeerRecord]:
-        """Ask the DHT who is where, and remember it."""
-        if self._dht is None:
-            return []
-        found = await self._dht.lookup()
-        self._found = [record for record in found if record.peer != self.me.peer]
-        for record in self._found:
-            self._links.know_record(record)
-        return self._found
 
     # --- what arrives (links.Receiver) -----------------------------------------------------
 
@@ -624,7 +477,7 @@ class Daemon:
             active_epoch=active.epoch if active.generation == newest.generation else 0,
             term=control.agreement.term if control.leader is not None else 0,
             boot=self.me.boot,
-            state=epoch.state if epoch is not None else self._phase,
+            state=epoch.state if epoch is not None else self._applicant.phase,
             stage=epoch.stage if epoch is not None else -1,
             lineage=active.lineage,
             version=epoch.version if epoch is not None else 0,
@@ -664,15 +517,15 @@ class Daemon:
             self.control,
             self._epoch,
             own_traffic=self._links.traffic.snapshot(),
-            phase=self._phase,
-            listen=self.listen,
+            phase=self._applicant.phase,
+            listen=self.discovery.listen,
             losses=tuple(self._losses),
             courses=tuple(self._courses),
             replayed=self._replayed_before + (self._epoch.replayed if self._epoch else 0),
             dht={
-                "addresses": list(self.dht_addresses()),
-                "published": self._published,
-                "peers_found": [record.peer for record in self._found],
+                "addresses": list(self.discovery.dht_addresses()),
+                "published": self.discovery.is_published,
+                "peers_found": [record.peer for record in self.discovery.found],
             },
         )
 
@@ -680,21 +533,6 @@ class Daemon:
     def ledger(self) -> Ledger:
         """Return the ledger of the step in hand."""
         return self._outside.executor.ledger
-
-    def addresses(self) -> tuple[str, ...]:
-        """Return the HOST:PORTs under which others reach this peer."""
-        return with_port(self._settings.advertised_hosts, self.listen) or (self.listen,)
-
-    def ways_in(self) -> tuple[str, ...]:
-        """Return where a newcomer may ask: at this peer first, then at some others that have a link
-        to it. Whoever invites may be gone by the time that a newcomer has come."""
-        others = [self._links.address_of(peer) for peer in sorted(self._links.connected())]
-        known = [address for address in others if address][:MAX_OTHER_WAYS_IN]
-        return tuple(dict.fromkeys((*self.addresses(), *known)))
-
-    def dht_addresses(self) -> tuple[str, ...]:
-        """Return the multiaddresses of this peer's DHT node."""
-        return self._dht.addresses if self._dht is not None else ()
 
     async def layers(self) -> tuple[list[Buffer], list[PeerId]]:
         """Return all layers of the completed version, and who gave each. Raises ExportError."""

@@ -221,7 +221,9 @@ class _Commands:
                 return self._daemon.status()
             case "invite":
                 invitation = invitation_of(
-                    self._home, self._daemon.ways_in(), self._daemon.dht_addresses()
+                    self._home,
+                    self._daemon.discovery.ways_in(),
+                    self._daemon.discovery.dht_addresses(),
                 )
                 return {"invitation": invitation.encode()}
             case "stop":

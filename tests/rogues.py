@@ -244,7 +244,7 @@ def with_rogue(
                 nursery.start_soon(lambda: _run_links(rogue, rogue_ready))
                 await ready.wait()
                 await rogue_ready.wait()
-                rogue.links.know(node.daemon.me.peer, (node.daemon.listen,))
+                rogue.links.know(node.daemon.me.peer, (node.daemon.discovery.listen,))
                 await _measured(node, rogue)
                 await scenario(node, rogue)
                 node.daemon.stop()

@@ -252,7 +252,7 @@ async def raw_connection(
     rogue: Rogue, node: Node, run: bytes
 ) -> AsyncIterator[tuple[Connection, ByteStream]]:
     """Open a connection whose bytes the test writes itself; Hello is said."""
-    stream = await rogue.transport.dial(node.daemon.listen, None)
+    stream = await rogue.transport.dial(node.daemon.discovery.listen, None)
     try:
         connection = Connection(run=run, boot=1, channel="control", allocate=_no_payload)
         await stream.send_all(connection.hello())
@@ -318,7 +318,7 @@ def test_a_silent_connection_ends_by_itself_and_others_are_served_meanwhile(
     tmp_path: Path,
 ) -> None:
     async def scenario(node: Node, rogue: Rogue) -> None:
-        silent = await rogue.transport.dial(node.daemon.listen, None)
+        silent = await rogue.transport.dial(node.daemon.discovery.listen, None)
         assert (await rogue.join(node.daemon.me.peer)).refusal == ""
         try:
             assert await silent.receive_some(1) == b""
@@ -470,7 +470,7 @@ def test_a_certified_plan_that_is_malformed_is_not_adopted(
             body = replace(body, wiring=())
         else:
             body = replace(body, stages=body.stages[:1], wiring=body.wiring[:1])
-        council = [node.daemon.identity]
+        council = [control._identity]
         proof = certify(header_after(plan.header, body, council), body, council, council)
         with pytest.raises(RemoteProtocolError, match=fault):
             control.handle(rogue.identity.peer, 1, Certified(plan=proof), _no_answer)
