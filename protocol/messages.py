@@ -371,14 +371,10 @@ class Leave(Message, frozen=True, kw_only=True):
 
 
 class Forwarded(Message, frozen=True, kw_only=True):
-    """A control frame for `target`, whom the sender cannot reach; goes one hop."""
+    """A Letter for `target`, whom its signer cannot reach; goes one hop."""
 
-    source: PeerId
-    boot: Positive
-    """Of the source."""
     target: PeerId
-    frame: Annotated[bytes, Meta(max_length=32 * 1024)]
-    """Number of the message type (2 bytes, big-endian) and its MessagePack."""
+    letter: Signed
 
 
 # --- training: data -----------------------------------------------------------------------
@@ -494,6 +490,8 @@ class GetState(Request, frozen=True, kw_only=True):
     number: Count
     offset: Count
     length: Positive
+    sha256: OptionalHash = b""
+    """Of weights: whoever knows the layer's hash gets it wherever it lies, of any lineage."""
 
 
 class StateChunk(Reply, frozen=True, kw_only=True):
@@ -632,6 +630,8 @@ SWARM_CAP_BYTES = 1024 * 1024
 """For what grows with the number of members, stages or tensors."""
 RESUME_CAP_BYTES = 4 * SWARM_CAP_BYTES
 """For bitmaps and flags of every stage."""
+FORWARDED_CAP_BYTES = RESUME_CAP_BYTES + 1024
+"""For the largest of what is forwarded, who says it and to whom."""
 
 # None as channel: legal on both connections.
 TABLE: dict[type[Message], Kind] = {
@@ -662,7 +662,7 @@ TABLE: dict[type[Message], Kind] = {
     Suspect: Kind(63, "control", CONTROL_CAP_BYTES, 0),
     LostWork: Kind(64, "control", 1024, 0),
     Leave: Kind(65, "control", 64, 0),
-    Forwarded: Kind(66, "control", CONTROL_CAP_BYTES, 1),
+    Forwarded: Kind(66, "control", FORWARDED_CAP_BYTES, 1),
     Heartbeat: Kind(20, "control", CONTROL_CAP_BYTES, 1),
     LeaderBeat: Kind(21, "control", SWARM_CAP_BYTES, 1),
     Backward: Kind(30, "bulk", CONTROL_CAP_BYTES, 1, True),

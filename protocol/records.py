@@ -389,6 +389,22 @@ class Consent(Record, frozen=True):
     epoch: Count
 
 
+MAX_LETTER_BYTES = 4 * 1024 * 1024 + 2
+
+
+class Letter(Record, frozen=True):
+    """What a member signs when another has to pass on what it says."""
+
+    run: RunId
+    boot: Positive
+    """Of the signer."""
+    target: PeerId
+    number: Positive
+    """Each letter of a start has its own: it is taken in once."""
+    frame: Annotated[bytes, Meta(max_length=MAX_LETTER_BYTES)]
+    """Number of the message type (2 bytes, big-endian) and its MessagePack."""
+
+
 class Certificate(Record, frozen=True):
     """A council majority's signatures over one plan, all in one term."""
 
@@ -425,6 +441,7 @@ OBSERVATION_PURPOSE = "observation"
 CONSENT_PURPOSE = "consent"
 PEER_RECORD_PURPOSE = "peer-record"
 JOIN_REQUEST_PURPOSE = "join-request"
+LETTER_PURPOSE = "letter"
 
 R = TypeVar("R", bound=Record)
 

@@ -19,7 +19,7 @@ LEADER_KILLS = 2
 LEAST_KILLS = 1 + LEADER_KILLS + 2
 REPLICAS = 2
 """Of a stage that is whole, if there are peers enough."""
-WORKING = ("filling", "reducing", "prepared", "committing", "finished")
+WORKING = ("filling", "reducing", "gathering", "prepared", "committing", "finished")
 """States of a replica that holds what its stage has in hand."""
 LEAST_COUNCIL = 3
 """Voters of which one may be lost."""

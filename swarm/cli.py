@@ -1,6 +1,7 @@
 """The command line: arguments, error text, exit codes (docs/cli.md)."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -47,13 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command: Callable[[argparse.Namespace], int] = options.command
     try:
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseExceptionGroup as group:
         return _report_group(group)
     except SwarmError as error:
         return _report(error)
+    except BrokenPipeError:  # whoever reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _open_standard_streams() -> None:
@@ -134,7 +140,8 @@ def _run(options: argparse.Namespace) -> int:
 
 async def _run_home(home: Home, overrides: Overrides, with_parent: bool) -> None:
     def ready(address: str) -> None:
-        print(f"ready {address}", flush=True)
+        with contextlib.suppress(BrokenPipeError):  # nobody may read it
+            print(f"ready {address}", flush=True)
 
     await Node(home, overrides).run(with_parent=with_parent, ready=ready)
 
@@ -205,7 +212,14 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _recover(options: argparse.Namespace) -> int:
-    key = options.key.read_bytes() if options.key is not None else b""
+    try:
+        key = options.key.read_bytes() if options.key is not None else b""
+    except OSError as error:
+        raise RecoveryError(
+            f"cannot read {options.key}",
+            evidence=(str(error),),
+            hint="it is the file recovery.key in the founder's home",
+        ) from error
     if options.key is not None and len(key) != KEY_BYTES:
         raise RecoveryError(
             f"{options.key} is not a recovery key",
@@ -240,6 +254,7 @@ def _local(options: argparse.Namespace) -> int:
 
 
 def _reference(options: argparse.Namespace) -> int:
+    _check_paths(options)
     # Imported here: torch takes seconds, and other commands do not need it.
     from swarm.show import run_reference_command
 
@@ -251,11 +266,20 @@ def _reference(options: argparse.Namespace) -> int:
 def _check_shape(training: Training, options: argparse.Namespace) -> None:
     """Refuse what cannot become a plan, before anything is started."""
     stages = len(training.slicing.cuts) + 1 if training.slicing.cuts else options.stages
-    if options.peers < 1 or stages > options.peers:
+    if options.peers < 1:
         raise NoFeasiblePlan(
-            f"{max(stages, 1)} stages need as many peers, --peers is {options.peers}",
+            f"--peers is {options.peers}: a swarm has one peer at least", hint="raise --peers"
+        )
+    if stages > options.peers:
+        raise NoFeasiblePlan(
+            f"{stages} stages need as many peers, --peers is {options.peers}",
             hint="raise --peers, or lower --stages (or slicing.cuts in the manifest)",
         )
+    _check_paths(options)
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Refuse what would only be noticed at the end, or far from where it was said."""
     for path in (getattr(options, "out", None), getattr(options, "report", None)):
         if path is not None and not path.parent.is_dir():
             raise ExportError(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import trio
 
-from protocol.codec import pack_forwarded, unpack_forwarded
 from protocol.connection import Received
 from protocol.errors import RemoteProtocolError
 from protocol.messages import (
@@ -21,16 +20,10 @@ from protocol.messages import (
     GetManifest,
     GetState,
     Heartbeat,
-    Leave,
-    LedgerReport,
-    LostWork,
     ManifestAnswer,
     Message,
-    Prepared,
     Report,
     Resume,
-    StartReduction,
-    Suspect,
     Training,
 )
 from protocol.packing import canonical
@@ -52,12 +45,14 @@ from swarm.peer.control import Control
 from swarm.peer.discovery import Discovery
 from swarm.peer.donor import Donor
 from swarm.peer.epoch import Course, Epoch
+from swarm.peer.forwarding import Forwarding
 from swarm.peer.hosting import REPORT_SECONDS
 from swarm.peer.joining import RETRY_SECONDS
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
 from swarm.peer.state import gather_layers
 from swarm.peer.status import status_of
+from swarm.peer.writer import Writer
 from swarm.ports import (
     Buffer,
     Checkpoints,
@@ -75,20 +70,6 @@ MAX_EARLY_MESSAGES = 16
 MAX_LOSSES = 1000
 MAX_EPOCHS_TOLD = 64
 """How many plans `swarm status` tells the course of."""
-FORWARDED = (
-    Report
-    | Resume
-    | LedgerReport
-    | StartReduction
-    | Prepared
-    | Commit
-    | Durable
-    | Heartbeat
-    | LostWork
-    | Suspect
-    | Leave
-)
-"""What may go by another peer: small, and training waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +152,19 @@ class Daemon:
             device=settings.device,
             draw=outside.draw,
         )
+        self._forwarding = Forwarding(
+            run=manifest.run,
+            me=self.me,
+            identity=identity,
+            links=self._links,
+            relay_to=self.control.vigil.relay_to,
+        )
+        self._writer = Writer(
+            outside.checkpoints,
+            manifest.training,
+            completed=self._completed_version,
+            on_written=self._tell_durable,
+        )
         self._donor = Donor(outside.executor, outside.checkpoints, lambda: self.holding)
         self._epoch: Epoch | None = None
         self._holding: Holding | None = None
@@ -243,6 +237,7 @@ class Daemon:
                 lambda: self._outside.executor.task_seconds,
             )
             nursery.start_soon(self._watch_resume)
+            nursery.start_soon(self._writer.run)
             while True:
                 await self._work(profile)
 
@@ -267,6 +262,7 @@ class Daemon:
     async def _work(self, profile: Profile) -> None:
         """Work by one plan until the next one is to be activated."""
         plan = self.control.plan
+        self._told_newest.clear()
         self.control.activate(plan)
         working = plan.body.stages and not plan.body.ended and not plan.body.halted
         self._leave_epoch()
@@ -280,6 +276,7 @@ class Daemon:
                 source=self._outside.source,
                 links=self._links,
                 checkpoints=self._outside.checkpoints,
+                writer=self._writer,
                 holding=self._holding,
                 on_trouble=self.control.report_trouble,
                 on_step=self._note,
@@ -296,6 +293,14 @@ class Daemon:
                     self._epoch.end_before(self.control.plan.header.from_step)
                 await self._next_news()
             nursery.cancel_scope.cancel()
+
+    def _completed_version(self) -> int:
+        completed = self.control.plan.body.completed
+        return completed.version if completed is not None else 0
+
+    def _tell_durable(self) -> None:
+        if self._epoch is not None:
+            self._epoch.tell_durable()
 
     def _leave_epoch(self) -> None:
         """What is held outlives the plan; nothing else does."""
@@ -376,33 +381,21 @@ class Daemon:
     def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
         """A peer could not be dialled (links.Receiver.unreachable)."""
         self.control.vigil.unreachable(fault)
-        undelivered = [each for each in waiting if not self._forward(fault.peer, each)]
+        undelivered = [each for each in waiting if not self._forwarding.send(fault.peer, each)]
         if any(isinstance(each, Training) for each in undelivered) and self._works_with(fault.peer):
             self.control.vigil.report_lost_work(fault.peer)
 
-    def _forward(self, target: PeerId, message: Message) -> bool:
-        """Let another peer pass on a control message that this one cannot deliver; return
-        whether one does."""
-        via = self.control.vigil.relay_to(target) if isinstance(message, FORWARDED) else None
-        if via is None:
-            return False
-        frame = pack_forwarded(message)
-        self._links.post(
-            via,
-            Forwarded(source=self.me.peer, boot=self.me.boot, target=target, frame=frame),
-        )
-        return True
-
-    async def _handle_forwarded(self, peer: PeerId, message: Forwarded, answer: Answer) -> None:
-        """Pass on what is for another; take in what is for this peer. One hop, no further."""
-        if message.target != self.me.peer:
-            if message.source == peer and message.target in self._links.connected():
-                self._links.post(message.target, message)
+    async def _handle_forwarded(self, sender: PeerId, message: Forwarded, answer: Answer) -> None:
+        known = (*self.control.plan.body.members, *self._active.body.members)
+        taken = self._forwarding.take(sender, message, {signed.signer for signed in known})
+        if taken is None:
             return
-        inner = unpack_forwarded(message.frame)
-        if not isinstance(inner, FORWARDED):
-            raise RemoteProtocolError(f"{type(inner).__name__} is not forwarded")
-        await self.handle(message.source, message.boot, Received(inner, memoryview(b"")), answer)
+        source, inner = taken
+        received = Received(inner, memoryview(b""))
+        try:
+            await self.handle(source.peer, source.boot, received, answer)
+        except RemoteProtocolError as fault:  # not the fault of whoever passes it on
+            log.warning("forwarded message refused peer=%s fault=%r", source.peer, str(fault))
 
     def _handle_training(self, peer: PeerId, boot: int, message: Training, payload: Buffer) -> None:
         """Fence: only what was said by the active plan, by a start of a peer that it names."""
@@ -500,16 +493,19 @@ class Daemon:
         """Return who owes this peer what it cannot go on without, and for how long.
 
         While its step stands still these are the workers whom it does not hear though others may:
-        such a link does not break, and nobody else can notice."""
+        such a link does not break, and nobody else can notice; or else those that owe it something
+        in a reduction, or to commit, once that has had the time to get here."""
         epoch, now = self._epoch, trio.current_time()
         if epoch is None or epoch.awaits or not epoch.is_replica:
             return (epoch.awaits, epoch.awaits_seconds) if epoch is not None else ((), 0.0)
         workers = workers_of(self._active.body)
         unheard = tuple(peer for peer in self.control.members.suspects if peer in workers)
-        at = (*self._active.key, epoch.version, epoch.state, len(self.ledger), unheard)
+        awaits = unheard or epoch.awaits_in_step
+        at = (*self._active.key, epoch.version, epoch.state, len(self.ledger), awaits)
         if self._stands_still is None or self._stands_still[0] != at:
             self._stands_still = at, now
-        return unheard, now - self._stands_still[1] if unheard else 0.0
+        due = self._stands_still[1] + (0.0 if unheard else epoch.transfer_seconds)
+        return awaits, max(0.0, now - due) if awaits else 0.0
 
     def status(self) -> dict[str, object]:
         """Return what `swarm status --json` prints."""
@@ -518,6 +514,7 @@ class Daemon:
             self._epoch,
             own_traffic=self._links.traffic.snapshot(),
             phase=self._applicant.phase,
+            disk_trouble=self._writer.trouble,
             listen=self.discovery.listen,
             losses=tuple(self._losses),
             courses=tuple(self._courses),

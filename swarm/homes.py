@@ -1,5 +1,6 @@
 """Making a peer's home: as the founder of a run, or as a newcomer with an invitation."""
 
+import logging
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from protocol.signing import Identity
 from swarm.adapters.disk import Home
 from swarm.adapters.tls import TlsTransport
 from swarm.config import PeerSettings, manifest_of, settings_of
-from swarm.errors import JoinError
+from swarm.errors import HomeError, JoinError
 from swarm.peer.joining import fetch_manifest
+
+log = logging.getLogger(__name__)
 
 INVITATION = "invitation"
 KEY_BYTES = 32
@@ -103,7 +106,11 @@ def invitation_of(home: Home, addresses: tuple[str, ...], dht: tuple[str, ...] =
 
 def bootstrap_addresses(home: Home) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the addresses and DHT multiaddresses of the invitation that made this home."""
-    saved = home.storage.load(INVITATION)
+    try:
+        saved = home.storage.load(INVITATION)
+    except HomeError as error:  # who has been in the swarm knows others
+        log.warning("not used: %s", error.what)
+        saved = None
     if saved is None:
         return (), ()
     invitation = parse_invitation(saved.decode())

@@ -161,16 +161,25 @@ async def _start_dht(home: Home, settings: PeerSettings, peers: tuple[str, ...])
         keys = home.identity(), home.swarm_key(), home.run_id()
         return await HivemindDht.start(*keys, host, peers, home.folder, listen_port=port)
 
-    saved = home.storage.load(DHT_PORT)
+    saved = _saved_port(home)
     try:
-        dht = await start(int(saved) if saved is not None else 0)
+        dht = await start(saved)
     except DhtError:
-        if saved is None:
+        if not saved:
             raise
         dht = await start(0)
     port = dht.addresses[0].split("/")[4]
     home.storage.save(DHT_PORT, port.encode())
     return dht
+
+
+def _saved_port(home: Home) -> int:
+    """Return the port of the DHT node's last start; 0, for any, where that is not known."""
+    try:
+        return int(home.storage.load(DHT_PORT) or 0)
+    except HomeError as error:
+        log.warning("not used: %s", error.what)
+        return 0
 
 
 def _open_data(training: Training, data_dir: Path, *, required: bool) -> DataSource | None:

@@ -6,7 +6,7 @@ raw bytes (`memoryview`) with a `TensorSpec`, so that nothing inside depends on 
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from protocol.messages import Microbatch, StateKind, Totals
 from protocol.records import PeerRecord
@@ -109,6 +109,18 @@ class Storage(Protocol):
         ...
 
 
+class HeldVersion(NamedTuple):
+    """A version whose files are all there, in their sizes."""
+
+    lineage: int
+    version: int
+    state_hash: bytes
+    layers: tuple[int, ...]
+    """Ascending."""
+    layer_hashes: tuple[bytes, ...]
+    """SHA-256 of each layer's weights."""
+
+
 class Checkpoints(Protocol):
     """Layers of committed versions on this peer's disk.
 
@@ -124,7 +136,8 @@ class Checkpoints(Protocol):
         state_hash: bytes,
     ) -> tuple[bytes, ...]:
         """Write layers durably, all or nothing; return the SHA-256 of their weights in order of
-        layer. `state_hash` names the history of this version."""
+        layer. `state_hash` names the history of this version. What was there of this version
+        stays until all of it is replaced. Raises HomeError; then nothing has changed."""
         ...
 
     async def read(self, kind: StateKind, lineage: int, version: int, layer: int) -> Buffer | None:
@@ -132,13 +145,12 @@ class Checkpoints(Protocol):
         held. Raises HomeError if it is damaged."""
         ...
 
-    async def held(self) -> tuple[tuple[int, int, bytes, tuple[int, ...]], ...]:
-        """Return (lineage, version, state hash, layers) of every version that is held whole,
-        oldest first."""
+    async def held(self) -> tuple[HeldVersion, ...]:
+        """Return every version that is held whole, oldest first."""
         ...
 
     async def forget(self, lineage: int, version: int) -> None:
-        """Remove a version."""
+        """Remove a version. Raises HomeError."""
         ...
 
 
@@ -245,8 +257,9 @@ class StageExecutor(Protocol):
 
     # --- microbatches ---
 
-    async def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
-        """Run the layers; keep what backward needs. Output of shape `StagePlan.output`.
+    async def forward(self, mb: Microbatch, inputs: Buffer, keep: bool = True) -> Outcome:
+        """Run the layers; keep what backward needs, if `keep`: without it there will be no
+        backward. Output of shape `StagePlan.output`.
 
         A non-finite outcome keeps nothing and is not in the ledger yet: call `flag`."""
         ...

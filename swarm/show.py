@@ -86,8 +86,8 @@ def print_status(status: dict[str, Any]) -> None:
     ]
     if status["waiting_for_peers"]:
         lines.append(f"waiting for {status['waiting_for_peers']} more peer(s)")
-    troubles = (status["trouble"], status["planning_trouble"], status["council_note"])
-    lines += [line for line in troubles if line]
+    troubles = ("trouble", "planning_trouble", "disk_trouble", "council_note")
+    lines += [status[key] for key in troubles if status[key]]
     for line in lines:
         console.print(_plain(line))
     console.print(_members_table(status))

@@ -264,7 +264,7 @@ async def _run_links(rogue: Rogue, ready: trio.Event) -> None:
 
 async def _measured(node: Node, rogue: Rogue) -> None:
     """Wait until the founder has joined itself: before that it answers "not yet"."""
-    while node.daemon.control.leading.reference is None:  # noqa: ASYNC110 - it tells nobody
+    while node.daemon.control.leading.references == []:  # noqa: ASYNC110 - it tells nobody
         await trio.sleep(0.01)
 
 

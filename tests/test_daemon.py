@@ -5,13 +5,14 @@ import contextlib
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import get_args
 
 import numpy
 import pytest
 import trio
 from msgspec.structs import replace
 
-from protocol.codec import PREFIX
+from protocol.codec import PREFIX, PREFIX_BYTES, decode_header, decode_prefix, encode
 from protocol.connection import Connection
 from protocol.errors import RemoteProtocolError
 from protocol.messages import (
@@ -22,10 +23,12 @@ from protocol.messages import (
     Durable,
     Fence,
     Forward,
+    Forwarded,
     GatherShard,
     GetChain,
     Goodbye,
     LedgerReport,
+    Message,
     Ping,
     Pong,
     Resume,
@@ -33,22 +36,37 @@ from protocol.messages import (
 )
 from protocol.packing import canonical
 from protocol.records import (
+    LETTER_PURPOSE,
     CertifiedPlan,
+    Letter,
     Member,
     PlanBody,
     PlanHeader,
     TensorSpec,
     decode_record,
+    sign_record,
 )
+from protocol.signing import Identity
 from swarm.adapters.datasets import ThreadedSource, open_source
 from swarm.core.planning import members_of
 from swarm.core.reduction import buckets
 from swarm.node import Node
 from swarm.peer.feeder import Feeder
+from swarm.peer.forwarding import FORWARDED
 from swarm.ports import ByteStream
 from tests.core.plans import certify, header_after, heartbeat
 from tests.processes.swarms import GPT, manifest
 from tests.rogues import Rogue, with_rogue
+
+
+@pytest.mark.parametrize("kind", get_args(FORWARDED), ids=lambda kind: kind.__name__)
+def test_whatever_is_forwarded_fits_into_a_frame(kind: type[Message]) -> None:
+    who = Identity.from_seed(bytes(32))
+    inner = bytes(2 + TABLE[kind].header_cap_bytes)
+    letter = Letter(bytes(32), 2**53, "t" * 64, 2**53, inner)
+    frame = encode(Forwarded(target="t" * 64, letter=sign_record(who, LETTER_PURPOSE, letter)))
+    prefix = decode_prefix(frame[:PREFIX_BYTES], "control", 0)
+    assert encode(decode_header(prefix, frame[PREFIX_BYTES:])) == frame
 
 
 def test_wrong_shape_dtype_or_count_of_tensors_ends_the_link(tmp_path: Path) -> None:

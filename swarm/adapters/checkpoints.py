@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import trio
@@ -31,7 +31,7 @@ from swarm.adapters.durable import (
     write_file_durably,
 )
 from swarm.errors import HomeError
-from swarm.ports import Buffer
+from swarm.ports import Buffer, HeldVersion
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +59,6 @@ class CheckpointList(Record, frozen=True):
     files: tuple[CheckpointFile, ...]
 
 
-class HeldVersion(NamedTuple):
-    """A version whose files are all there."""
-
-    lineage: int
-    version: int
-    state_hash: bytes
-    layers: tuple[int, ...]
-
-
 class DiskCheckpoints:
     """The Checkpoints port over a home's folder, which nobody else writes to."""
 
@@ -79,6 +70,8 @@ class DiskCheckpoints:
         for place, _, _ in _places(folder):
             if not (place / LIST_NAME).exists():
                 _remove_place(place)
+            elif listed := _listed(place):
+                _remove_files(place, listed)
 
     async def write(
         self,
@@ -110,7 +103,7 @@ class DiskCheckpoints:
         self._last = (wanted, memoryview(found))
         return self._last[1]
 
-    async def held(self) -> tuple[tuple[int, int, bytes, tuple[int, ...]], ...]:
+    async def held(self) -> tuple[HeldVersion, ...]:
         """Return what is held whole (ports.Checkpoints.held): lists are there, and all files in
         their sizes."""
         return await trio.to_thread.run_sync(held_checkpoints, self._folder)
@@ -135,25 +128,52 @@ def write_checkpoint(
 ) -> tuple[bytes, ...]:
     """Write layers (index: safetensors bytes) as a version; return once all of it is durable.
 
-    Returns the SHA-256 of each layer's weights, by ascending index. What the folder held of
-    this version is replaced. Raises HomeError; then the version is not there.
+    Returns the SHA-256 of each layer's weights, by ascending index. What the folder held of this
+    version is replaced as the list is, at once. Raises HomeError; then nothing has changed, and
+    nothing is left of the try.
     """
     if weights.keys() != states.keys():
         raise ValueError(f"weights of layers {sorted(weights)}, states of {sorted(states)}")
     place = _place(folder, lineage, version)
+    before = _listed(place)
     make_folder(place)
-    remove_durably(place / LIST_NAME)
-    _remove_files(place)
+    try:
+        _remove_files(place, before)
+        files = _write_files(place, weights, states, before)
+        listing = CheckpointList(lineage, version, state_hash.hex(), tuple(files))
+        text = msgspec.json.format(msgspec.json.encode(listing), indent=2)
+        write_file_durably(place / LIST_NAME, text + b"\n")
+    except HomeError:
+        with suppress(HomeError):
+            if before:
+                _remove_files(place, before)
+            else:
+                _remove_place(place)
+        raise
+    _remove_files(place, {file.file for file in files})
+    return tuple(bytes.fromhex(file.sha256) for file in files if file.kind == "weights")
+
+
+def _write_files(
+    place: Path,
+    weights: Mapping[int, Buffer],
+    states: Mapping[int, Buffer],
+    taken: set[str],
+) -> list[CheckpointFile]:
+    """Write the files of all layers, under names that are not taken."""
     files = []
     for layer in sorted(weights):
-        for kind, data in (("weights", weights[layer]), ("state", states[layer])):
+        kinds: tuple[tuple[Literal["weights", "state"], Buffer], ...] = (
+            ("weights", weights[layer]),
+            ("state", states[layer]),
+        )
+        for kind, data in kinds:
             name = f"layer-{layer:05d}.{kind}.safetensors"
+            if name in taken:
+                name = f"layer-{layer:05d}.{kind}.again.safetensors"
             digest = write_file_durably(place / name, data)
-            files.append(CheckpointFile(layer, kind, name, data.nbytes, digest.hex()))  # type: ignore[arg-type]
-    listing = CheckpointList(lineage, version, state_hash.hex(), tuple(files))
-    text = msgspec.json.format(msgspec.json.encode(listing), indent=2)
-    write_file_durably(place / LIST_NAME, text + b"\n")
-    return tuple(bytes.fromhex(file.sha256) for file in files if file.kind == "weights")
+            files.append(CheckpointFile(layer, kind, name, data.nbytes, digest.hex()))
+    return files
 
 
 def read_checkpoint(
@@ -188,8 +208,11 @@ def held_checkpoints(folder: Path) -> tuple[HeldVersion, ...]:
             continue
         if listing is None or not all(_has_size(place, file) for file in listing.files):
             continue
-        layers = tuple(file.layer for file in listing.files if file.kind == "weights")
-        held.append(HeldVersion(lineage, version, bytes.fromhex(listing.state_hash), layers))
+        weights = [file for file in listing.files if file.kind == "weights"]
+        layers = tuple(file.layer for file in weights)
+        hashes = tuple(bytes.fromhex(file.sha256) for file in weights)
+        state_hash = bytes.fromhex(listing.state_hash)
+        held.append(HeldVersion(lineage, version, state_hash, layers, hashes))
     return tuple(held)
 
 
@@ -219,7 +242,8 @@ def _listing(place: Path, lineage: int, version: int) -> CheckpointList | None:
         return None
     try:
         listing = msgspec.json.decode(data, type=CheckpointList)
-        bytes.fromhex(listing.state_hash)
+        for digits in (listing.state_hash, *(file.sha256 for file in listing.files)):
+            bytes.fromhex(digits)
     except (msgspec.MsgspecError, ValueError) as error:
         raise _damaged(place / LIST_NAME, str(error)) from error
     if (listing.lineage, listing.version) != (lineage, version):
@@ -228,6 +252,16 @@ def _listing(place: Path, lineage: int, version: int) -> CheckpointList | None:
             f"it is the list of version {listing.version}, lineage {listing.lineage}",
         )
     return listing
+
+
+def _listed(place: Path) -> set[str]:
+    """Return the names of the files in a folder's list; none if there is no list, or it is none."""
+    data = read_file(place / LIST_NAME)
+    try:
+        files = msgspec.json.decode(data or b"", type=CheckpointList).files
+    except msgspec.MsgspecError:
+        return set()
+    return {file.file for file in files}
 
 
 def _checked(place: Path, file: CheckpointFile) -> bytes:
@@ -250,16 +284,18 @@ def _has_size(place: Path, file: CheckpointFile) -> bool:
 
 def _remove_place(place: Path) -> None:
     remove_durably(place / LIST_NAME)
-    _remove_files(place)
+    _remove_files(place, set())
     with suppress(OSError):  # somebody's own files may be in it
         place.rmdir()
         sync_folder(place.parent)
 
 
-def _remove_files(place: Path) -> None:
+def _remove_files(place: Path, wanted: set[str]) -> None:
+    """Remove all files of layers but the wanted ones."""
     remove_leftovers(place)
     for path in sorted(place.glob("layer-*.safetensors")):
-        remove_durably(path)
+        if path.name not in wanted:
+            remove_durably(path)
 
 
 def _damaged(path: Path, evidence: str) -> HomeError:

@@ -10,7 +10,7 @@ that belongs to it: a peer that forgot its votes could vote twice.
     manifest          the run's definition, in the canonical bytes that its id is the hash of
     run               that id, in hexadecimal digits
     peer.toml         this peer's own settings
-    state/            hard state (DiskStorage), the boot number among it
+    state/            hard state (DiskStorage), among it the boot number and a hash of the keys
     checkpoints/      one folder per version (DiskCheckpoints)
 """
 
@@ -45,12 +45,14 @@ __all__ = [
 ]
 
 KEY_BYTES = 32
-BOOT = "boot"
+SEAL_BYTES = 66
+RESTORE_HINT = "restore the whole folder, or join again as a new peer with another --home"
+BOOT, KEYS = "boot", "keys"
 RECOVERY_KEY = "recovery.key"
 
 
 class DiskStorage:
-    """The Storage port over a folder: one file per name."""
+    """The Storage port over a folder: one file per name, which ends with its own hash."""
 
     def __init__(self, folder: Path) -> None:
         make_folder(folder, mode=0o700)
@@ -59,16 +61,32 @@ class DiskStorage:
 
     def save(self, name: str, data: bytes) -> None:
         """Replace `name` durably; returns after fsync. Raises HomeError."""
-        write_file_durably(self._path(name), data, mode=PRIVATE_MODE)
+        write_file_durably(self._path(name), data + _seal(data), mode=PRIVATE_MODE)
 
     def load(self, name: str) -> bytes | None:
-        """Return what was saved last under `name`, or None. Raises HomeError."""
-        return read_file(self._path(name))
+        """Return what was saved last under `name`, or None.
+
+        Raises HomeError if it cannot be read, or is not what was saved."""
+        path = self._path(name)
+        found = read_file(path)
+        if found is None:
+            return None
+        data, seal = found[:-SEAL_BYTES], found[-SEAL_BYTES:]
+        if seal != _seal(data):
+            raise HomeError(
+                f"{path} is damaged: its hash is another than that at its end",
+                hint=RESTORE_HINT,
+            )
+        return data
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,99}", name):
             raise ValueError(f"not a name for state: {name!r}")
         return self._folder / name
+
+
+def _seal(data: bytes) -> bytes:
+    return b"\n" + sha256(data).hex().encode() + b"\n"
 
 
 class Home:
@@ -232,6 +250,7 @@ class Home:
         if len(swarm_key) != KEY_BYTES or len(seed) != KEY_BYTES:
             raise ValueError(f"keys have {KEY_BYTES} bytes")
         self.storage.save(BOOT, b"0")
+        self.storage.save(KEYS, _keys_hash(seed, swarm_key))
         self.storage.save(HARD_STATE, canonical(HardState()))
         self._write("manifest", canonical(manifest))
         self._write("run", manifest.run.hex().encode() + b"\n")
@@ -241,8 +260,9 @@ class Home:
         self._write("identity.key", seed, PRIVATE_MODE)
 
     def _check(self) -> None:
-        self.identity()
-        self.swarm_key()
+        keys = self._secret("identity.key"), self._secret("swarm.key")
+        if self.storage.load(KEYS) != _keys_hash(*keys):
+            raise self._not_whole("state/keys", "is not of identity.key and swarm.key")
         self.agreement(lambda: 0.0)
         self.boot()
 
@@ -272,8 +292,13 @@ class Home:
         return HomeError(
             f"home {self.folder} is not whole: {name} {what}",
             evidence=("a key must not be used without the state that belongs to it",),
-            hint="restore the whole folder, or join again as a new peer with another --home",
+            hint=RESTORE_HINT,
         )
+
+
+def _keys_hash(seed: bytes, swarm_key: bytes) -> bytes:
+    """Return what tells that neither key has been changed since the state was made."""
+    return sha256(seed + swarm_key).hex().encode()
 
 
 def _locked(folder: Path) -> int:

@@ -5,6 +5,7 @@ too long is False or empty, and one log line. hivemind's import is lazy, because
 seconds, and what the import changes for the whole process is taken back.
 """
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from protocol.records import PeerRecord, RunId
 from protocol.signing import Identity
 from swarm.adapters.asyncio_thread import AsyncioThread
 from swarm.adapters.dht_records import NONCE_BYTES, RECORD_SECONDS, RecordSeal
-from swarm.errors import DhtError
+from swarm.errors import DhtError, HomeError
 
 if TYPE_CHECKING:
     from swarm.adapters.libp2p_node import Libp2pNode
@@ -133,6 +134,12 @@ class HivemindDht:
             if not future.exception():
                 return
             fault = future.exception() or fault
+        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HomeError(
+                "the DHT node does not start: the disk is full",
+                evidence=(str(fault),),
+                hint=f"make room for {self._folder} and for {tempfile.gettempdir()}",
+            ) from fault
         raise DhtError(
             f"the DHT node does not start on {listen[0]} port {listen[1]}",
             evidence=(str(fault) or repr(fault),),
@@ -195,7 +202,7 @@ def remove_sockets(folder: Path) -> None:
     note = folder / _SOCKETS_NOTE
     if not note.exists():
         return
-    sockets = Path(note.read_text())
+    sockets = Path(os.fsdecode(note.read_bytes()))
     if sockets.name.startswith(_SOCKETS_PREFIX):
         shutil.rmtree(sockets, ignore_errors=True)
     note.unlink()

@@ -9,6 +9,7 @@ dialler's own handshake is over before the other side has looked at its certific
 import errno
 import ipaddress
 import logging
+import math
 import os
 import socket
 import ssl
@@ -30,6 +31,8 @@ from swarm.ports import ByteStream
 
 log = logging.getLogger(__name__)
 
+REFUSALS_LOGGED, REFUSALS_SECONDS = 20, 60.0
+"""So many lines about refused handshakes in so many seconds."""
 NOT_OF_THIS_SWARM = "certificate is not of this swarm"
 
 _WELCOME = b"\x01"
@@ -80,6 +83,7 @@ class TlsTransport:
         self._accepting.num_tickets = 0  # a resumed session would show no certificate
         for context in (self._dialling, self._accepting):
             configure(context, identity, swarm_key, folder)
+        self._refusals = _RefusalLog()
         self._handshakes: list[trio.CancelScope] = []
         self._connections: Counter[PeerId] = Counter()
 
@@ -162,12 +166,12 @@ class TlsTransport:
             try:
                 await stream.send_all(verdict)  # one record: fits an empty socket buffer
             except PeerUnreachable as error:
-                _log_refusal(address, str(error))
+                self._refusals.note(address, str(error))
                 return
             if verdict == _WELCOME:
                 await handler(stream)
             else:
-                _log_refusal(address, f"{_REFUSALS[verdict][1]}: {stream.peer}")
+                self._refusals.note(address, f"{_REFUSALS[verdict][1]}: {stream.peer}")
 
     async def _shake_in_time(self, tcp: trio.SocketStream, address: str) -> TlsStream | None:
         """Return the stream to a member of the swarm; log why not otherwise."""
@@ -175,11 +179,11 @@ class TlsTransport:
             try:
                 return await shake_hands(tcp, self._accepting, server_side=True)
             except trio.BrokenResourceError as error:
-                _log_refusal(address, _why(error)[1])
+                self._refusals.note(address, _why(error)[1])
             except RemoteProtocolError as error:
-                _log_refusal(address, str(error))
+                self._refusals.note(address, str(error))
         if scope.cancelled_caught:
-            _log_refusal(address, "handshake was not over in time")
+            self._refusals.note(address, "handshake was not over in time")
         return None
 
     @contextmanager
@@ -297,5 +301,21 @@ def _remote(tcp: trio.SocketStream) -> str:
         return "unknown"
 
 
-def _log_refusal(address: str, reason: str) -> None:
-    log.warning("handshake refused address=%s reason=%r", address, reason)
+class _RefusalLog:
+    """Says who was refused, and why: a few lines a minute, however many there are."""
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+        self._said = self._unsaid = 0
+
+    def note(self, address: str, reason: str) -> None:
+        now = trio.current_time()
+        if now - self._since >= REFUSALS_SECONDS:
+            if self._unsaid:
+                log.warning("handshakes refused besides count=%d", self._unsaid)
+            self._since, self._said, self._unsaid = now, 0, 0
+        if self._said < REFUSALS_LOGGED:
+            self._said += 1
+            log.warning("handshake refused address=%s reason=%r", address, reason)
+        else:
+            self._unsaid += 1

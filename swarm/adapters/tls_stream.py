@@ -24,6 +24,7 @@ PIECE_BYTES = 256 * 1024
 
 _NOTSENT_LOWAT_BYTES = 128 * 1024  # more in the kernel's queue cannot be overtaken any more
 _KEEPALIVE_SECONDS = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_UNANSWERED_MILLISECONDS = 30_000  # keepalive does not probe while something waits to be taken in
 
 
 class _Records(ssl.SSLObject):
@@ -172,6 +173,7 @@ async def shake_hands(
 def _tune(tcp: trio.SocketStream) -> None:
     """Keep the kernel's send queue short, and notice a machine that is gone."""
     options = {"TCP_NOTSENT_LOWAT": _NOTSENT_LOWAT_BYTES, **_KEEPALIVE_SECONDS}
+    options["TCP_USER_TIMEOUT"] = _UNANSWERED_MILLISECONDS
     with contextlib.suppress(OSError):  # the other side may be gone already
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in options.items():

@@ -119,9 +119,9 @@ class ThreadedExecutor:
         """Take the whole reduced gradient of the step in hand."""
         await self._call(self._stage.load_gradient, step, buckets)
 
-    async def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
+    async def forward(self, mb: Microbatch, inputs: Buffer, keep: bool = True) -> Outcome:
         """Run the layers."""
-        return await self._call(self._stage.forward, mb, inputs)
+        return await self._call(self._stage.forward, mb, inputs, keep)
 
     async def backward(
         self, mb: Microbatch, gradient: Buffer, weight: int, accumulate: bool = True

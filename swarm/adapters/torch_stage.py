@@ -143,8 +143,8 @@ class TorchStage:
 
     # --- microbatches ---------------------------------------------------------------------------
 
-    def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
-        """Run the layers on the bytes of their input; keep what `backward` needs.
+    def forward(self, mb: Microbatch, inputs: Buffer, keep: bool = True) -> Outcome:
+        """Run the layers on the bytes of their input; keep what `backward` needs, if `keep`.
 
         Where numbers go non-finite nothing is kept, and the ledger is left to `flag`.
         """
@@ -152,7 +152,8 @@ class TorchStage:
         passed = held.run(mb, self._decode_input(held, inputs))
         if layer := passed.record.first_bad():
             return Outcome(None, layer)
-        self._passes[mb] = passed
+        if keep:
+            self._passes[mb] = passed
         return Outcome(encode(passed.output))
 
     def backward(

@@ -126,6 +126,12 @@ class StepCoordinator:
             return ()
         return tuple(peer for peer in self._replicas() if peer not in self._reports)
 
+    @property
+    def unprepared(self) -> tuple[PeerId, ...]:
+        """Return the other replicas that have not said yet that they are prepared."""
+        others = [peer for peer in self._replicas() if peer != self.role.me.peer]
+        return tuple(peer for peer in others if peer not in self._prepared)
+
     def report(self, sender: PeerId, message: Report) -> list[Effect | NoHolder]:
         """Take in what a member holds; with the last one, let the step in hand go on.
 

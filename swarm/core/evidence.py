@@ -26,11 +26,14 @@ class Evidence:
         self._me = me
         self._coordinator: PeerId = ""
         self._known: dict[Member, dict[PeerId, tuple[Signed, str, float]]] = {}
+        self._counted: dict[Member, list[PeerId]] = {}
+        """Whose words `gone` counted of each member, at most as many as are ever needed."""
 
     def begin_epoch(self, coordinator: PeerId) -> None:
         """Forget all: observations are good for one epoch."""
         self._coordinator = coordinator
         self._known.clear()
+        self._counted.clear()
 
     def add(self, observer: PeerId, target: Member, signed: Signed, now: float) -> None:
         """Collect an observation of this epoch; its signature has been checked."""
@@ -42,9 +45,11 @@ class Evidence:
         self._known.get(target, {}).pop(observer, None)
 
     def of(self, target: Member) -> tuple[Signed, ...]:
-        """Return all observations of a member, by observer."""
+        """Return the observations of a member that `gone` went by last, by observer: its own, the
+        step coordinator's, and as many others as are needed at most."""
         known = self._known.get(target, {})
-        return tuple(known[observer][0] for observer in sorted(known))
+        wanted = {target.peer, self._coordinator, *self._counted.get(target, ())}
+        return tuple(known[observer][0] for observer in sorted(wanted & known.keys()))
 
     def gone(
         self,
@@ -83,7 +88,19 @@ class Evidence:
             accused = [member for member in accused if enough(member, accused)]
         for member in accused:
             found[member] = observers[member][min(observers[member])]
+        kept = reached - {member.peer for member in accused}
+        self._counted = {member: self._first(kept, member, now, waiting) for member in members}
         return {member: found[member] for member in sorted(found, key=lambda each: each.peer)}
+
+    def _first(
+        self, kept: set[PeerId], member: Member, now: float, waiting: Container[PeerId]
+    ) -> list[PeerId]:
+        """Return who of those that the plan keeps has spoken against a member: this peer first,
+        whose word counts for every reviewer."""
+        observers = self._observers(member, now, excused=member.peer in waiting)
+        return sorted(kept & observers.keys(), key=lambda peer: (peer != self._me, peer))[
+            :OBSERVERS
+        ]
 
     def _own_word(self, member: Member) -> str:
         known = self._known.get(member, {})

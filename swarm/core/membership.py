@@ -5,6 +5,7 @@ member out. Sans-IO: `now` is in seconds of any clock that does not go back, and
 done is returned as effects.
 """
 
+from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,19 +13,22 @@ from protocol.messages import Heartbeat
 from protocol.records import Member, Signed
 from protocol.signing import PeerId
 from swarm.core.evidence import REPORT_MISSING, RESUME_MISSING, Evidence
-from swarm.core.silence import Watched
+from swarm.core.silence import Rhythm, Watched
+from swarm.core.waiting import Waits, limit_seconds
 
 ASK_SECONDS = 1.0
-PROBE_SECONDS = 1.0
+"""How often a suspect is probed and asked for; and what an answer may take besides round trips."""
+DIAL_SECONDS = 5.0
+"""What an answer may take of a peer to which the round trip is not known."""
+DIAL_ROUND_TRIPS = 10
+"""Dialling (TCP, TLS, Hello) and the ping itself, with some to spare."""
+RTT_SAMPLES = 8
 REACHED_SECONDS = 3.0
 """Who was heard so recently, on an open link, is reached."""
 ACCUSE_SECONDS = 5.0
 """How often an accusation is repeated while its reason lasts."""
-PAUSE_SECONDS = 2.0
+PAUSE_SECONDS = 0.5
 """This late, `expire` was not called because this peer stood still, not the others."""
-STUCK_SECONDS = 30.0
-STUCK_TASKS = 20
-"""A task or a message that is owed is given up after max(30 s, 20 x the predicted time)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ class Accuse:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """A suspect has been heard again."""
+    """A suspect has been heard again: tell leader and council (PingResult without Observation),
+    which may have this peer's word that it cannot be reached."""
 
     target: Member
 
@@ -82,13 +87,16 @@ class Membership:
 
     def __init__(self, me: Member) -> None:
         self._me = me
+        self._members: frozenset[Member] = frozenset()
         self._watched: dict[PeerId, Watched] = {}
+        self._rhythms: dict[PeerId, Rhythm] = {}
         self._boots: dict[PeerId, int] = {}
-        self._rtt_seconds: dict[PeerId, float] = {}
+        self._rtt_seconds: dict[PeerId, deque[float]] = {}
         self._open: set[PeerId] = set()
         self._lost: dict[PeerId, str] = {}
         self._sure: dict[Member, str] = {}
         self._evidence = Evidence(me.peer)
+        self._waits = Waits()
         self._probes: dict[tuple[PeerId, PeerId], tuple[Member, float]] = {}
         self._unreported: dict[Member, int] = {}
         self._watches = 0
@@ -105,15 +113,18 @@ class Membership:
         Observations and charges are settled by the plan, silence is not. Call it once for each
         plan. `coordinator` is its step coordinator."""
         self._watches += 1
+        self._members = frozenset(members)
         self._evidence.begin_epoch(coordinator)
+        self._waits = Waits(coordinator)
         named = {member.peer: member for member in members if member.peer != self._me.peer}
         before, self._watched = self._watched, {}
         for peer, member in sorted(named.items()):
             known = before.get(peer)
             if known is None or known.member != member:
-                known = Watched(member, now)
+                known = Watched(member, now, self._rhythms.setdefault(peer, Rhythm()))
             known.charge = ""
-            known.accuse_at = now
+            if known.is_told:
+                known.is_told, known.accuse_at = False, now
             self._watched[peer] = known
         self._sure = {each: why for each, why in self._sure.items() if each in members}
         self._unreported = {each: at for each, at in self._unreported.items() if each in members}
@@ -153,18 +164,21 @@ class Membership:
         return now - watched.heard_at if watched is not None else 0.0
 
     def rtt_seconds(self, peer: PeerId) -> float:
-        """Return the smoothed round trip to a peer; 0 before the first."""
-        return self._rtt_seconds.get(peer, 0.0)
+        """Return the round trip to a peer; 0 before the first.
+
+        It is the least of the last few: one that waited for dialling, or for a peer that stood
+        still, says nothing of the way."""
+        return min(self._rtt_seconds.get(peer, ()), default=0.0)
 
     # --- sounds --------------------------------------------------------------------------
 
     def heard(self, member: Member, now: float, rtt_seconds: float | None = None) -> list[Effect]:
-        """A member has said something. A newer boot makes the older one gone at once."""
+        """A peer has said something, whatever it was. A newer boot makes the older one gone at
+        once."""
         peer = member.peer
         self._boots[peer] = max(self.boot_of(peer), member.boot)
         if rtt_seconds is not None:
-            known = self._rtt_seconds.get(peer, rtt_seconds)
-            self._rtt_seconds[peer] = known + (rtt_seconds - known) / 8
+            self._rtt_seconds.setdefault(peer, deque(maxlen=RTT_SAMPLES)).append(rtt_seconds)
         effects = self._answer_askers(member)
         watched = self._watched.get(peer)
         if watched is None or member.boot < watched.member.boot:
@@ -172,10 +186,10 @@ class Membership:
         if member.boot > watched.member.boot:
             return [*effects, *self._started_again(watched, now)]
         watched.heard(now)
-        if watched.suspicion:
-            watched.suspicion = ""
-            if not watched.charge:
-                self._evidence.withdraw(self._me.peer, member)
+        doubted, watched.suspicion = watched.suspicion or watched.is_told, ""
+        if doubted and not watched.charge:
+            watched.is_told = False
+            self._evidence.withdraw(self._me.peer, member)
             effects.append(Cleared(member))
         return effects
 
@@ -212,10 +226,11 @@ class Membership:
         failed = self.probe_failed(peer, reason)
         watched = self._watched.get(peer)
         lost = self._lost.get(peer)
-        if watched is None or lost is None or watched.suspicion:
-            return failed
         why = f"its link was lost ({lost}) and nobody listens ({reason})"
-        return [*failed, *self._suspect(watched, why, now)]
+        if watched is None or lost is None or watched.suspicion == why:
+            return failed
+        watched.suspicion, watched.ask_at = why, now + ASK_SECONDS
+        return [*failed, AskOthers(watched.member), self._accuse(watched, now)]
 
     # --- time --------------------------------------------------------------------------------
 
@@ -239,10 +254,8 @@ class Membership:
         self._forgive_own_pause(now)
         effects: list[Effect] = []
         for key in sorted(self._probes):
-            target, until = self._probes[key]
-            if until <= now:
-                del self._probes[key]
-                effects.append(Answer(key[0], target, "does not answer a ping"))
+            if self._probes[key][1] <= now:
+                effects.append(self._fail(key, "does not answer a ping"))
         for _, watched in sorted(self._watched.items()):
             silent = now - watched.heard_at
             # The same sum as in `deadline`: rounding must not leave it in the past.
@@ -251,39 +264,57 @@ class Membership:
                 continue
             if watched.suspicion and watched.ask_at <= now:
                 watched.ask_at = now + ASK_SECONDS
-                effects.append(AskOthers(watched.member))
+                effects += [Probe(watched.member), AskOthers(watched.member)]
             if (watched.suspicion or watched.charge) and watched.accuse_at <= now:
-                watched.accuse_at = now + ACCUSE_SECONDS
-                effects.append(Accuse(watched.member, watched.charge or watched.suspicion))
+                effects.append(self._accuse(watched, now))
         return effects
 
     def _forgive_own_pause(self, now: float) -> None:
-        """While this peer stood still (stopped, swapped out), nobody was silent."""
-        if self._expired_at is not None:
-            pause = now - self._expired_at
-            if pause > ASK_SECONDS + PAUSE_SECONDS:
-                for watched in self._watched.values():
-                    watched.heard_at = min(watched.heard_at + pause, now)
-                self._probes = {
-                    key: (target, until + pause) for key, (target, until) in self._probes.items()
-                }
+        """While this peer stood still (stopped, swapped out), nobody was silent, and what others
+        have said meanwhile has yet to be read. Suspects are asked again, once: who is always late
+        does not wait for ever."""
+        late = now - self.deadline
+        if self._expired_at is not None and late > PAUSE_SECONDS:
+            for watched in self._watched.values():
+                watched.heard_at = min(watched.heard_at + late, now)
+                if watched.suspicion and not watched.is_told and not watched.is_asked_again:
+                    watched.is_asked_again = True
+                    watched.ask_at = now
+                    watched.accuse_at = now + self._answer_seconds(watched.member.peer)
+            self._probes = {
+                key: (target, max(until, now + ASK_SECONDS))
+                for key, (target, until) in self._probes.items()
+            }
         self._expired_at = now
 
     def _suspect(self, watched: Watched, reason: str, now: float) -> list[Effect]:
-        watched.suspicion = reason
+        """See for oneself first: who has only stood still answers at once."""
+        watched.suspicion, watched.is_asked_again = reason, False
         watched.ask_at = now + ASK_SECONDS
-        watched.accuse_at = now + ACCUSE_SECONDS
-        return [AskOthers(watched.member), Accuse(watched.member, reason)]
+        watched.accuse_at = now + self._answer_seconds(watched.member.peer)
+        return [Probe(watched.member), AskOthers(watched.member)]
 
     def _charge(self, watched: Watched, reason: str, now: float) -> list[Effect]:
         watched.charge = reason
-        watched.accuse_at = now + ACCUSE_SECONDS
-        return [Accuse(watched.member, reason)]
+        return [self._accuse(watched, now)]
+
+    def _accuse(self, watched: Watched, now: float) -> Accuse:
+        watched.is_told, watched.accuse_at = True, now + ACCUSE_SECONDS
+        return Accuse(watched.member, watched.charge or watched.suspicion)
+
+    def _answer_seconds(self, peer: PeerId) -> float:
+        """Return how long a peer that lives may take to answer a probe, dialling included."""
+        if peer not in self._rtt_seconds:
+            return DIAL_SECONDS
+        round_trips = 2 if peer in self._open else DIAL_ROUND_TRIPS
+        return ASK_SECONDS + round_trips * self.rtt_seconds(peer)
 
     # --- for others -----------------------------------------------------------------------
 
     def ping_for(self, asker: PeerId, target: Member, now: float) -> list[Effect]:
-        """Answer whether this peer reaches `target`, at once or within a second."""
+        """Answer whether this peer reaches `target`, at once or when a probe has had its time.
+
+        What else is wrong with it is an answer, too."""
         watched = self._watched.get(target.peer)
         boot = self.boot_of(target.peer)
         if target == self._me:
@@ -291,19 +322,28 @@ class Membership:
         if boot > target.boot:
             return [Answer(asker, target, f"has started again (boot {boot})")]
         recent = now - REACHED_SECONDS
-        is_watched = watched is not None and watched.member == target
-        if watched and is_watched and target.peer in self._open and watched.heard_at >= recent:
-            return [Answer(asker, target, "")]
-        self._probes[(asker, target.peer)] = (target, now + PROBE_SECONDS)
+        if watched is not None and watched.member == target:
+            if watched.charge:
+                return [Answer(asker, target, watched.charge)]
+            if target.peer in self._open and watched.heard_at >= recent:
+                return [Answer(asker, target, "")]
+        until = now + self._answer_seconds(target.peer)
+        self._probes[(asker, target.peer)] = (target, until)
         return [Probe(target)]
 
     def probe_failed(self, peer: PeerId, reason: str) -> list[Effect]:
         """A probe could not be sent: its askers need not wait. That a probe is answered is a
         sound (`heard`)."""
-        effects: list[Effect] = []
-        for key in sorted(key for key in self._probes if key[1] == peer):
-            effects.append(Answer(key[0], self._probes.pop(key)[0], reason))
-        return effects
+        keys = sorted(key for key in self._probes if key[1] == peer)
+        return [self._fail(key, reason) for key in keys]
+
+    def _fail(self, key: tuple[PeerId, PeerId], reason: str) -> Answer:
+        """Answer an asker that the target is not reached; that is this peer's word, too."""
+        target, _ = self._probes.pop(key)
+        watched = self._watched.get(target.peer)
+        if watched is not None and watched.member == target:
+            watched.is_told = True
+        return Answer(key[0], target, reason)
 
     def _answer_askers(self, heard: Member) -> list[Effect]:
         effects: list[Effect] = []
@@ -322,7 +362,7 @@ class Membership:
         self, member: Member, heartbeat: Heartbeat, predicted_task_seconds: float, now: float
     ) -> list[Effect]:
         """Give up a member (perhaps this one) whose own word is that its executor hangs."""
-        limit = _limit_seconds(predicted_task_seconds)
+        limit = limit_seconds(predicted_task_seconds)
         if not is_stuck(heartbeat.task_seconds, predicted_task_seconds):
             return []
         reason = f"executor hung: at one task for {heartbeat.task_seconds:.0f} s of {limit:.0f}"
@@ -336,24 +376,17 @@ class Membership:
     def overdue(
         self, heartbeats: Mapping[PeerId, Heartbeat], predicted_task_seconds: float, now: float
     ) -> list[Effect]:
-        """Give up who is awaited for too long and has nothing to wait for or to compute itself.
-
-        Waiting is not failing: of a chain of peers that wait for each other only the last
-        counts. But whom the waiting peer does not hear, though others do, is its trouble whatever
-        that one waits for: what it is owed does not come through, and all wait in a ring."""
-        limit = _limit_seconds(predicted_task_seconds)
+        """Give up who is awaited for too long, as waiting.py says. A heartbeat of who is silent
+        says nothing about now."""
+        fresh = {
+            peer: each
+            for peer, each in heartbeats.items()
+            if self.silent_seconds(peer, now) <= REACHED_SECONDS
+        }
         effects: list[Effect] = []
-        for peer, heartbeat in sorted(heartbeats.items()):
-            if heartbeat.awaits_seconds <= limit:
-                continue
-            for awaited in sorted(heartbeat.awaits):
-                theirs = heartbeats.get(awaited)
-                watched = self._watched.get(awaited)
-                if theirs is None or watched is None:
-                    continue
-                if awaited not in heartbeat.suspects and (theirs.awaits or theirs.task_seconds):
-                    continue
-                reason = f"{peer} has waited for it for {heartbeat.awaits_seconds:.0f} s"
+        for awaited, reason in self._waits.overdue(fresh, predicted_task_seconds, now):
+            watched = self._watched.get(awaited)
+            if watched is not None:
                 effects += self._charge_once(watched.member, reason, now)
         return effects
 
@@ -384,8 +417,18 @@ class Membership:
 
     def observed(self, observer: PeerId, target: Member, signed: Signed, now: float) -> None:
         """Collect an observation of the newest epoch, this peer's own as well. Whether `observer`
-        signed it, and for which epoch, has been checked."""
-        self._evidence.add(observer, target, signed, now)
+        signed it, and for which epoch, has been checked. Only members have a word, and only about
+        members."""
+        known = {self._me.peer, *(member.peer for member in self._members)}
+        if target in self._members and observer in known:
+            self._evidence.add(observer, target, signed, now)
+
+    def withdrawn(self, observer: PeerId, target: Member) -> None:
+        """An observer reaches the target (again): what it said of it before does not count.
+
+        What a peer says of itself stays said."""
+        if observer != target.peer:
+            self._evidence.withdraw(observer, target)
 
     def gone(
         self, members: Sequence[Member], now: float, waiting: Container[PeerId] = ()
@@ -396,17 +439,14 @@ class Membership:
         return self._evidence.gone(members, self._sure, now, waiting)
 
     def evidence(self, member: Member) -> tuple[Signed, ...]:
-        """Return all observations of a member in this epoch, by observer: they go into Review."""
+        """Return the observations of a member that `gone` went by, by observer: they go into
+        Review."""
         return self._evidence.of(member)
 
 
 def is_stuck(task_seconds: float, predicted_task_seconds: float) -> bool:
     """Return whether a task has taken so long that its peer is given up."""
-    return task_seconds > _limit_seconds(predicted_task_seconds)
-
-
-def _limit_seconds(predicted_task_seconds: float) -> float:
-    return max(STUCK_SECONDS, STUCK_TASKS * predicted_task_seconds)
+    return task_seconds > limit_seconds(predicted_task_seconds)
 
 
 DEBOUNCE_SECONDS = 0.2

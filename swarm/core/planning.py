@@ -21,6 +21,7 @@ from protocol.records import (
     Member,
     PeerRecord,
     PlanBody,
+    PlanHeader,
     Signed,
     StagePlan,
     StandbyPlan,
@@ -139,6 +140,13 @@ def evicted(before: PlanBody, after: PlanBody) -> tuple[Member, ...]:
     """Return the members of `before` that are none of `after`, in order of peer."""
     kept = set(members_of(after))
     return tuple(member for member in members_of(before) if member not in kept)
+
+
+def version_before(header: PlanHeader) -> int:
+    """Return a version that the swarm had when this plan was drafted: it goes on from there.
+
+    A planned change names the step with which it begins, which is one later."""
+    return max(0, header.from_step - (header.kind == "planned"))
 
 
 def is_ready(heartbeat: Heartbeat, member: Member, stage: int, lineage: int, version: int) -> bool:

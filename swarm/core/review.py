@@ -35,6 +35,7 @@ from swarm.core.planning import (
     members_of,
     predicted_step_seconds,
     stage_bytes,
+    version_before,
 )
 from swarm.core.step import ranges_of_stages, step_coordinator_of
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan, refusal_of
@@ -108,10 +109,21 @@ def _check_form(
         raise RemoteProtocolError(
             f"lineage: back to version {header.from_step}, which is not known to be complete"
         )
+    if header.lineage == lineage and not (body.halted or body.ended):
+        least = version_before(previous.header)
+        if version_before(header) < least:
+            raise RemoteProtocolError(
+                f"from_step: {header.from_step}, the plan before went on from version {least}, and "
+                f"the lineage is the same"
+            )
     done = _complete_versions(body)[-1]
     if done < _complete_versions(previous.body)[-1]:
         raise RemoteProtocolError(
             f"completed: version {done}, {_complete_versions(previous.body)[-1]} was before"
+        )
+    if body.ended and done != context.manifest.training.steps:
+        raise RemoteProtocolError(
+            f"ended: version {done} is complete, the run has {context.manifest.training.steps} steps"
         )
     candidates = candidates_of(body)
     layers = len(next(iter(candidates.values())).request.layers)
@@ -185,7 +197,7 @@ def _check_moves(
 def _check_members(body: PlanBody, previous: PlanLike, context: ReviewContext) -> None:
     before = {member.peer: member.boot for member in members_of(previous.body)}
     known = candidates_of(previous.body) or candidates_of(body)
-    example = next(iter(known.values()))
+    others = list(known.values())
     epoch = previous.header.epoch
     for peer, candidate in candidates_of(body).items():
         boot = candidate.member.boot
@@ -200,7 +212,7 @@ def _check_members(body: PlanBody, previous: PlanLike, context: ReviewContext) -
             raise RemoteProtocolError(
                 f"members: {peer} asked to join in epoch {asked}, this plan follows {epoch}"
             )
-        refusal = refusal_of(candidate, example, context.manifest)
+        refusal = refusal_of(candidate, others, context.manifest)
         if refusal:
             raise RemoteProtocolError(f"members: {peer}: {refusal}")
 

@@ -42,14 +42,15 @@ def check_join(
     return Candidate(record, asked, request)
 
 
-def refusal_of(candidate: Candidate, founder: Candidate | None, manifest: Manifest) -> str:
-    """Return why a candidate must not be a member, or "" if it may.
+def refusal_of(candidate: Candidate, others: Sequence[Candidate], manifest: Manifest) -> str:
+    """Return why a candidate must not be a member beside `others`, or "" if it may.
 
-    It has to agree with `founder`, the first member, on everything that decides the result.
+    It has to agree with them on everything that decides the result. They agree with each other, but
+    not everybody has the data: whoever has it is compared with the first of those.
     """
-    if founder is None:
+    if not others:
         return ""
-    theirs, ours = candidate.request, founder.request
+    theirs, ours = candidate.request, others[0].request
     exact = manifest.training.execution.determinism == "exact"
     if exact and theirs.numerics != ours.numerics:
         return (
@@ -67,10 +68,11 @@ def refusal_of(candidate: Candidate, founder: Candidate | None, manifest: Manife
             f"swarm's {len(ours.layers)} and "
             f"{sum(layer.parameter_bytes for layer in ours.layers)}"
         )
-    if theirs.data_digest and ours.data_digest and theirs.data_digest != ours.data_digest:
+    digests = [each.request.data_digest for each in others if each.request.data_digest]
+    if theirs.data_digest and digests and theirs.data_digest != digests[0]:
         return (
             f"the data differs: your digest is {theirs.data_digest.hex()}, "
-            f"the swarm's is {ours.data_digest.hex()}"
+            f"the swarm's is {digests[0].hex()}"
         )
     return ""
 

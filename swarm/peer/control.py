@@ -97,6 +97,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 """How soon a leader drafts again after its draft was not found good."""
+CONSENT_SECONDS = 10.0
+"""How soon a member that does not vote says again that it would."""
 LONGEST_SECONDS = 1.0
 """After so long this peer looks round even if nothing is due."""
 LEADERLESS_SECONDS = 10.0
@@ -157,6 +159,7 @@ class Control:
         self._trouble = ""
         self._retry_at = 0.0
         self._consented: tuple[object, ...] = ()
+        self._consented_at = 0.0
         self._fetching: set[PeerId] = set()
         self._wake = trio.Event()
         self.measured = trio.Event()
@@ -262,7 +265,7 @@ class Control:
         if now >= self.agreement.deadline:
             self._perform(self.agreement.expire(now))
         self.vigil.act(self.members.expire(now))
-        if self.is_leader:
+        if self.is_leader or self.agreement.is_voter:  # members report to them
             heartbeats = self.leading.heartbeats()
             self.vigil.act(self.members.overdue(heartbeats, self._task_seconds(), now))
         self._lead(now)
@@ -300,6 +303,8 @@ class Control:
 
         Raises RemoteProtocolError if the peer may not say this."""
         now = trio.current_time()
+        if peer != self.me.peer and not isinstance(message, Pong | Heartbeat | LeaderBeat):
+            self.vigil.sound(peer, boot, now)
         match message:
             case Ping(number=number):
                 self._links.post(peer, Pong(number=number))
@@ -321,8 +326,8 @@ class Control:
                 self.vigil.act(self.members.ping_for(peer, target, now))
             case PingResult(observation=signed) if signed is not None:
                 self.vigil.take_observation(signed)
-            case PingResult():
-                pass
+            case PingResult(target=target):
+                self.members.withdrawn(peer, target)
             case Suspect(observation=signed):
                 self.vigil.take_observation(signed)
             case LostWork():
@@ -363,14 +368,14 @@ class Control:
         candidate = check_join(
             message.record, message.request, sender, self.manifest, self.plan.header.epoch
         )
-        reference = self.leading.reference
+        references = self.leading.references
         refusal = ""
         if self.leader is None and not self.plan.body.ended:
             refusal = f"{NOT_YET}nobody leads at the moment"
-        elif self.is_leader and reference is None and not self.plan.body.ended:
+        elif self.is_leader and not references and not self.plan.body.ended:
             refusal = f"{NOT_YET}the leader is still measuring its own machine"
         elif self.is_leader:
-            refusal = refusal_of(candidate, reference, self.manifest)
+            refusal = refusal_of(candidate, references, self.manifest)
         leader = self.leader or self.me.peer
         answer(
             JoinAnswer(
@@ -458,6 +463,7 @@ class Control:
                     self._links.start_soon(self.fetch_chain, peer)
                 case voting.Leading(term):
                     log.info("leads epoch=%d term=%d", self.plan.header.epoch, term)
+                    self.leading.begin()
                     self._tell_beat()
                 case Deposed(reason):
                     log.info("deposed epoch=%d reason=%r", self.plan.header.epoch, reason)
@@ -465,6 +471,8 @@ class Control:
                     log.warning("plan refused voter=%s reason=%r", voter, reason)
                 case ReviewFailed(refusals):
                     log.warning("review failed refusals=%d", len(refusals))
+                    if any(voter == self.me.peer for voter, _ in refusals):
+                        self.leading.forget_candidates()
                     self._retry_at = trio.current_time() + RETRY_SECONDS
         self._wake.set()
 
@@ -497,11 +505,14 @@ class Control:
     # --- consent ---------------------------------------------------------------------------
 
     def _consent(self, leader: PeerId) -> None:
-        """Tell the leader once that this peer would vote from this epoch on."""
-        key = (*self.plan.key, leader)
-        if self._consented == key or self.me.peer in self.plan.header.council:
+        """Tell the leader that this peer would vote from this epoch on; again after a while, since
+        that may be lost with a link."""
+        now, key = trio.current_time(), (*self.plan.key, leader)
+        if self.me.peer in self.plan.header.council:
             return
-        self._consented = key
+        if self._consented == key and now < self._consented_at + CONSENT_SECONDS:
+            return
+        self._consented, self._consented_at = key, now
         generation, epoch = self.plan.key
         consent = Consent(run=self.manifest.run, generation=generation, epoch=epoch)
         signed = sign_record(self._identity, CONSENT_PURPOSE, consent)
@@ -517,8 +528,11 @@ class Control:
     # --- heartbeats ------------------------------------------------------------------------
 
     async def run_heartbeats(self, make: Callable[[float, str], Heartbeat]) -> None:
-        """Tell leader and council every second what `make` says of this peer."""
-        await self.measured.wait()
+        """Tell leader and council every second what `make` says of this peer.
+
+        A voter's word keeps the leader in office: it does not wait until it has measured."""
+        if self.me.peer not in self.plan.header.council:
+            await self.measured.wait()
 
         def beat() -> None:
             leader = self.leader

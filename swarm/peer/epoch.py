@@ -47,9 +47,11 @@ from swarm.core.step import (
     ReplicaStep,
     Role,
     Trouble,
+    audience_of,
     ranges_of_stages,
     role_of,
     step_coordinator_of,
+    workers_of,
 )
 from swarm.peer.feeder import Feeder
 from swarm.peer.follower import Follower
@@ -57,6 +59,7 @@ from swarm.peer.hosting import Hosting, Watcher
 from swarm.peer.links import Links
 from swarm.peer.replica import Replica
 from swarm.peer.versions import held_on_disk
+from swarm.peer.writer import Writer
 from swarm.ports import Buffer, Checkpoints, DataSource, StageExecutor
 
 log = logging.getLogger(__name__)
@@ -98,6 +101,7 @@ class Epoch:
         source: DataSource | None,
         links: Links,
         checkpoints: Checkpoints,
+        writer: Writer,
         holding: Holding | None,
         on_trouble: Callable[[str], None],
         on_step: Callable[[], None],
@@ -118,13 +122,13 @@ class Epoch:
         self._executor = executor
         self._links = links
         self._checkpoints = checkpoints
+        self._writer = writer
         self._on_trouble = on_trouble
         self._on_step = on_step
         self._on_loss = on_loss
         self._holding = holding
         self._began = trio.current_time()
         self._resumed_at: float | None = None
-        self._settled = trio.Event()
         self._resume_message: Resume | None = None
         self._waiting: list[tuple[PeerId, TrainingMessage, Buffer]] = []
         self._feeder = self._make_feeder(me, source)
@@ -143,7 +147,7 @@ class Epoch:
         """Return where this peer is: a replica's state, "feeding", "joining", "ready", "standby"
         or "leaving"."""
         if self._hosting is not None:
-            return self._hosting.step.state.value
+            return self._hosting.state
         if self._feeder is not None:
             return "feeding"
         if self._follower is not None:
@@ -195,6 +199,16 @@ class Epoch:
         return trio.current_time() - self._began if self.awaits else 0.0
 
     @property
+    def awaits_in_step(self) -> tuple[PeerId, ...]:
+        """Return for whom the step in hand waits here, within a reduction or to commit."""
+        return self._hosting.awaits if self._hosting is not None else ()
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Return how long that may be on its way on links that are just good enough."""
+        return self._hosting.reducer.transfer_seconds if self._hosting is not None else 0.0
+
+    @property
     def queue_length(self) -> int:
         """Return how many tasks wait to be computed."""
         return self._hosting.pipeline.queue_length if self._hosting is not None else 0
@@ -214,9 +228,20 @@ class Epoch:
         return max(max(tensors) + self._shape.target.nbytes, *gradients)
 
     def opened(self, peer: PeerId) -> None:
-        """A link to a peer can be used."""
+        """A link to a peer can be used: a Resume may have been lost with the one before.
+
+        It is said again to who has no work. Where a worker lacks it, a repair follows."""
         if self._hosting is not None:
             self._hosting.opened(peer)
+        if self.is_step_coordinator and self._resume_message is not None:
+            body = self.plan.body
+            if peer in audience_of(body) and peer not in workers_of(body):
+                self._links.post(peer, self._resume_message)
+
+    def tell_durable(self) -> None:
+        """There is more on this peer's disk: tell the council."""
+        if self._hosting is not None:
+            self._hosting.tell_durable(self.plan.header.council)
 
     def end_before(self, step: int) -> None:
         """A planned change begins with `step`: this plan feeds no more from there on."""
@@ -323,7 +348,6 @@ class Epoch:
         if self._follower is not None:
             self._follower.resume(message)
         self._resume_message = message
-        self._settled.set()
         waiting, self._waiting = self._waiting, []
         for sender, early, payload in waiting:
             try:
@@ -423,7 +447,14 @@ class Epoch:
             on_loss=self._on_loss,
             on_trouble=self._on_trouble,
         )
-        return Hosting(replica, self.plan.header, self._checkpoints, self._perform, watcher)
+        return Hosting(
+            replica,
+            self.plan.header,
+            self._checkpoints,
+            self._writer,
+            self._perform,
+            watcher,
+        )
 
     def _make_follower(self) -> Follower | None:
         for standby in self.plan.body.standby:
@@ -431,6 +462,7 @@ class Epoch:
                 return Follower(
                     stage=standby.stage,
                     body=self.plan.body,
+                    shape=self._shape,
                     lineage=self.plan.header.lineage,
                     holding=self._holding,
                     executor=self._executor,

@@ -7,7 +7,8 @@ anew.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -15,14 +16,16 @@ import trio
 from protocol.messages import Commit, GetListing, Resume, Totals
 from protocol.records import PlanBody
 from swarm.core.holding import Holding
+from swarm.core.model import ModelShape
 from swarm.core.step import ranges_of_stages, replicas_of
 from swarm.peer.links import Links
-from swarm.peer.state import RETRY_SECONDS, NobodyHas, fetch
+from swarm.peer.state import RETRY_SECONDS, NobodyHas, fetch, fetch_into, largest_pieces
 from swarm.ports import Buffer, StageExecutor
 
 log = logging.getLogger(__name__)
 
 MAX_COLLECTED_STEPS = 8
+"""So many gradients are kept while the state is fetched, and so many commits while one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Follower:
         *,
         stage: int,
         body: PlanBody,
+        shape: ModelShape,
         lineage: int,
         holding: Holding | None,
         executor: StageExecutor,
@@ -54,6 +58,8 @@ class Follower:
         self.holding = holding
         self._ranges = ranges_of_stages(body)
         self._donors = replicas_of(body, stage)
+        self._largest_states = largest_pieces("state", body, links.me, shape, stage)
+        self._largest_gradients = largest_pieces("gradient", body, links.me, shape, stage)
         self._lineage = lineage
         self._executor = executor
         self._links = links
@@ -62,7 +68,9 @@ class Follower:
         self._group_version = -1
         self._steps: dict[int, _Step] = {}
         self._collected = -1
-        self._commits_send, self._commits = trio.open_memory_channel[tuple[int, Totals]](10_000)
+        self._commits: deque[tuple[int, Totals]] = deque(maxlen=MAX_COLLECTED_STEPS)
+        """Whose gradients are still to be fetched: who is too late for the oldest leaves a gap."""
+        self._committed = trio.Event()
         self._news = trio.Event()
 
     @property
@@ -87,7 +95,8 @@ class Follower:
             return
         self._group_version = message.step + 1
         self._is_free = True
-        self._commits_send.send_nowait((message.step, message.totals))
+        self._commits.append((message.step, message.totals))
+        self._committed.set()
         self._wake()
 
     async def run(self) -> None:
@@ -134,15 +143,21 @@ class Follower:
 
     async def _download(self) -> None:
         version = self._group_version
+        wanted = self._wanted("state", version)
+
+        async def load(pieces: Mapping[int, Buffer]) -> None:
+            self.holding = None
+            await self._executor.load(self._ranges, self.stage, version, pieces)
+
         try:
-            fetched = await fetch(self._links, self._donors, self._wanted("state", version))
+            fetched = await fetch_into(
+                load, self._links, self._donors, wanted, self._largest_states
+            )
         except NobodyHas as fault:
             log.info("state not fetched version=%d reason=%r", version, str(fault))
             await trio.sleep(RETRY_SECONDS)
             return
-        self.holding = None
         first, last = self._ranges[self.stage]
-        await self._executor.load(self._ranges, self.stage, version, fetched.pieces)
         listing = fetched.listing
         self.holding = Holding(
             self._lineage, first, last, version, listing.state_hash, listing.totals
@@ -155,18 +170,28 @@ class Follower:
         assert self.holding is not None
         version = self.holding.version
         if step.gradient is not None:
-            await self._executor.load_gradient(version, step.gradient)
+            try:
+                await self._executor.load_gradient(version, step.gradient)
+            except ValueError as error:  # whoever gave it: this is a gap
+                log.warning("gradient does not fit step=%d fault=%r", version, str(error))
+                return
         await self._executor.commit(version, step.totals)
         self.holding = self.holding.after(step.totals)
         self._on_step()
 
     async def _collect(self) -> None:
-        """Fetch the gradient of every step that is committed, as soon as it is."""
+        """Fetch the gradient of every step that is committed, as soon as it is.
+
+        Who is late leaves out what the group, which keeps the last one, does not have any more."""
         turn = 0
-        async for step, totals in self._commits:
+        while True:
+            while not self._commits:
+                self._committed = trio.Event()
+                await self._committed.wait()
+            step, totals = self._commits.popleft()
             turn += 1
             gradient = None
-            if totals.verdict == "apply":
+            if totals.verdict == "apply" and step == self._group_version - 1:
                 gradient = await self._gradient(step, turn)
             if gradient is not None or totals.verdict != "apply":
                 self._steps[step] = _Step(totals, gradient)
@@ -178,10 +203,11 @@ class Follower:
     async def _gradient(self, step: int, turn: int) -> dict[int, Buffer] | None:
         """Return the reduced gradient of a step from one of the replicas, or None."""
         donors: Sequence[str] = self._donors
+        wanted = self._wanted("gradient", step)
         for number in range(len(donors)):
             donor = donors[(turn + number) % len(donors)]
             try:
-                return (await fetch(self._links, [donor], self._wanted("gradient", step))).pieces
+                return (await fetch(self._links, [donor], wanted, self._largest_gradients)).pieces
             except NobodyHas as fault:
                 log.info("gradient not fetched step=%d reason=%r", step, str(fault))
         return None

@@ -5,9 +5,11 @@ asks for. The rule: what the executor has done is noted at once, since the next 
 await, and what is held outlives this plan.
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -17,6 +19,7 @@ from protocol.messages import (
     GetListing,
     Held,
     LedgerReport,
+    LostWork,
     Report,
     Resume,
     Settlement,
@@ -27,6 +30,7 @@ from protocol.signing import PeerId
 from swarm.core.coordinators import GroupCoordinator, StepCoordinator
 from swarm.core.holding import Holding
 from swarm.core.model import ModelShape
+from swarm.core.planning import candidates_of
 from swarm.core.reduction import buckets
 from swarm.core.settlement import NoHolder
 from swarm.core.step import (
@@ -40,14 +44,17 @@ from swarm.core.step import (
 from swarm.peer.pipeline import Pipeline
 from swarm.peer.reducer import Reducer
 from swarm.peer.replica import Replica
-from swarm.peer.state import RETRY_SECONDS, Fetched, NobodyHas, fetch
+from swarm.peer.state import RETRY_SECONDS, Fetched, NobodyHas, fetch_into, largest_pieces
 from swarm.peer.versions import held_on_disk, read_states
-from swarm.ports import Checkpoints
+from swarm.peer.writer import Writer
+from swarm.ports import Buffer, Checkpoints
 
 log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 10.0
 """For so long Resume waits for leavers; a replica that has not reported then is suspected."""
+FRUITLESS_ATTEMPTS = 150
+"""To fetch what the donors have reported that they hold: half a minute at least."""
 ANY_HASH = bytes(32)
 """Stands for the state hash of a stage whose holders all have to commit first."""
 
@@ -71,6 +78,7 @@ class Hosting:
         replica: Replica,
         header: PlanHeader,
         checkpoints: Checkpoints,
+        writer: Writer,
         perform: Callable[[Sequence[Effect | NoHolder]], None],
         watcher: Watcher,
     ) -> None:
@@ -83,13 +91,12 @@ class Hosting:
         self._replica = replica
         self._header = header
         self._checkpoints = checkpoints
+        self._writer = writer
         self._executor = replica.executor
         self._links = replica.links
         self._perform = perform
         self._watcher = watcher
         self._ranges = ranges_of_stages(self.role.body)
-        self._durable: Durable | None = None
-        """What the council was told last."""
         self._recoveries_send, self._recoveries = trio.open_memory_channel[Recover](1)
         self._commits_send, self._commits = trio.open_memory_channel[Apply](4)
         self._make_coordinators()
@@ -107,6 +114,30 @@ class Hosting:
                 tied=[bucket.stages for bucket in made if bucket.stages[1:]],
             )
 
+    # --- how far it is -----------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """Return where this replica is in the step in hand: of a reduction "gathering" is what is
+        left once it has all parts of what it sums up."""
+        state = self.step.state
+        if state is ReplicaState.REDUCING and not self.reducer.without_parts:
+            return "gathering"
+        return state.value
+
+    @property
+    def awaits(self) -> tuple[PeerId, ...]:
+        """Return for whom the step in hand waits here: in a reduction, and to commit."""
+        match self.step.state:
+            case ReplicaState.REDUCING:
+                return self.reducer.without_parts or self.reducer.without_sums
+            case ReplicaState.PREPARED if self.step_coordinator is not None:
+                return self.step_coordinator.unprepared
+            case ReplicaState.PREPARED:
+                return (step_coordinator_of(self.role.body),)
+            case _:
+                return ()
+
     # --- what is told ------------------------------------------------------------------------
 
     def resume(self, message: Resume) -> None:
@@ -115,6 +146,7 @@ class Hosting:
             settled = bool(message.stages[self.role.stage].prepared)
             self.group_coordinator.resume(message.step, prepared=settled)
         self._perform(self.step.resume(message))
+        self.tell_durable(self._header.council)
 
     def ledger(self, sender: PeerId, message: LedgerReport) -> list[Effect]:
         """Take in a ledger as the stage's coordinator."""
@@ -132,8 +164,27 @@ class Hosting:
 
     def opened(self, peer: PeerId) -> None:
         """Tell a voter that has come (again) what it has missed, or forgotten with its boot."""
-        if self._durable is not None and peer in self._header.council:
-            self._links.post(peer, self._durable)
+        if peer in self._header.council:
+            self.tell_durable([peer])
+
+    def tell_durable(self, voters: Sequence[PeerId]) -> None:
+        """Tell voters which versions of this stage lie on this peer's disk: they decide that a
+        version is complete. Those that this plan knows complete need not be told of."""
+        if self.step.state is ReplicaState.WAITING:
+            return
+        completed = self.role.body.completed
+        place = self._header.lineage, *self._ranges[self.role.stage]
+        for each in self._writer.written:
+            is_new = completed is None or each.version > completed.version
+            if is_new and place == (each.lineage, each.first, each.last):
+                durable = Durable(
+                    fence=self.role.fence,
+                    stage=self.role.stage,
+                    version=each.version,
+                    layer_hashes=each.layer_hashes,
+                )
+                for voter in voters:
+                    self._links.post(voter, durable)
 
     # --- life --------------------------------------------------------------------------------
 
@@ -151,7 +202,7 @@ class Hosting:
             nursery.start_soon(self._run_recovery)
             if self.step_coordinator is not None:
                 nursery.start_soon(self._excuse_leavers, self.step_coordinator)
-            await self._run_commits(nursery)
+            await self._run_commits()
 
     async def _held(self) -> tuple[Held, ...]:
         found: tuple[Held, ...] = ()
@@ -205,6 +256,7 @@ class Hosting:
         step, settlement = recover.step, recover.settlement
         fetch_state = recover.fetch_state
         if recover.commit is not None:
+            await self._hand_over()  # the plan before may have ended meanwhile
             await self._commit(Apply(step - 1, recover.commit))
             held = self.step.holding
             same = held is not None and held.state_hash == settlement.state_hash
@@ -213,17 +265,20 @@ class Hosting:
             await self._fetch_state(step, settlement)
         elif recover.discard:
             await self._executor.discard()
+        if not recover.keep_gradient and not len(self._executor.ledger):
+            await self._take_over()
+        await self._hand_over()
         if recover.fetch_gradient:
-            fetched = await self._fetch("gradient", step, settlement.prepared, b"")
-            await self._executor.load_gradient(step, fetched.pieces)
+            load = partial(self._executor.load_gradient, step)
+            await self._fetch("gradient", step, settlement.prepared, b"", load)
         held = self.step.holding
         assert held is not None
         has_gradient = recover.fetch_gradient or recover.keep_gradient
         account = settlement.account if has_gradient else None
+        if account is None:  # nor does what was reduced under the plan before
+            await self._executor.begin_reduction()
         self._perform(self.step.recovered(held, account))
-        if self.step.state is ReplicaState.FINISHED:
-            await self._write(held)
-        elif account is not None:
+        if account is not None:
             self._perform(self.step.reduced(await self._executor.square_norms()))
         elif len(self._executor.ledger):
             self._perform(self.step.accounted(self._executor.ledger))
@@ -231,21 +286,39 @@ class Hosting:
 
     async def _fetch_state(self, step: int, settlement: Settlement) -> None:
         wanted = b"" if settlement.state_hash == ANY_HASH else settlement.state_hash
-        fetched = await self._fetch("state", step, settlement.donors, wanted)
-        stage = self.role.stage
-        self.step.holding = None
-        await self._executor.load(self._ranges, stage, step, fetched.pieces)
-        first, last = self._ranges[stage]
+        fetched = await self._load_from(settlement.donors, step, wanted)
+        first, last = self._ranges[self.role.stage]
         listing = fetched.listing
         self.step.holding = Holding(
             self._header.lineage, first, last, step, listing.state_hash, listing.totals
         )
-        log.info("fetched stage=%d version=%d donors=%d", stage, step, len(fetched.donors))
+        log.info(
+            "fetched stage=%d version=%d donors=%d", self.role.stage, step, len(fetched.donors)
+        )
+
+    async def _load_from(
+        self, donors: Sequence[PeerId], version: int, state_hash: bytes
+    ) -> Fetched:
+        """Let the executor hold what donors give; what `step` holds is to be noted afterwards."""
+
+        async def load(pieces: Mapping[int, Buffer]) -> None:
+            self.step.holding = None
+            await self._executor.load(self._ranges, self.role.stage, version, pieces)
+
+        return await self._fetch("state", version, donors, state_hash, load)
 
     async def _fetch(
-        self, kind: StateKind, version: int, donors: Sequence[PeerId], state_hash: bytes
+        self,
+        kind: StateKind,
+        version: int,
+        donors: Sequence[PeerId],
+        state_hash: bytes,
+        take: Callable[[Mapping[int, Buffer]], Awaitable[None]],
     ) -> Fetched:
-        """Fetch from the donors; they may have to commit first, so ask until they can."""
+        """Fetch from the donors; they may have to commit first, so ask until they can.
+
+        If they cannot for long, what they hold is not what they have reported: as work that is lost
+        with them, that lets a repair follow, with new Reports."""
         first, last = self._ranges[self.role.stage]
         wanted = GetListing(
             kind=kind,
@@ -255,26 +328,40 @@ class Hosting:
             last=last,
             state_hash=state_hash,
         )
-        while True:
+        body, me = self.role.body, self.role.me.peer
+        largest = largest_pieces(kind, body, me, self._replica.shape, self.role.stage)
+        for attempt in itertools.count(1):
             try:
-                return await fetch(self._links, donors, wanted)
+                return await fetch_into(take, self._links, donors, wanted, largest)
             except NobodyHas as fault:
                 log.info("not fetched kind=%s version=%d reason=%r", kind, version, str(fault))
+            if attempt % FRUITLESS_ATTEMPTS == 0:
+                self._lose_work_with(donors)
             await trio.sleep(RETRY_SECONDS)
+        raise AssertionError("it asks for ever")
+
+    def _lose_work_with(self, donors: Sequence[PeerId]) -> None:
+        generation, epoch = self._header.generation, self._header.epoch
+        for donor in donors:
+            log.error("gives nothing peer=%s", donor)
+            for voter in self._header.council:
+                if donor != self.role.me.peer:
+                    lost = LostWork(generation=generation, epoch=epoch, peer=donor)
+                    self._links.post(voter, lost)
 
     # --- committing ----------------------------------------------------------------------------
 
-    async def _run_commits(self, nursery: trio.Nursery) -> None:
+    async def _run_commits(self) -> None:
         async for apply in self._commits:
             await self._commit(apply)
+            if apply.totals.verdict != "halt":
+                await self._take_over()
             self._perform(self.step.applied(apply.totals))
             self._watcher.on_step()
             if self.step.state is ReplicaState.HALTED:
                 self._watcher.on_trouble(_halt_reason(apply))
-            elif self._is_to_be_written():
-                assert self.step.holding is not None
-                nursery.start_soon(self._write, self.step.holding)
             self.pipeline.wake()
+            await self._hand_over()
 
     async def _commit(self, apply: Apply) -> None:
         """Let the executor commit; what is held has changed then, whatever comes next."""
@@ -289,49 +376,30 @@ class Hosting:
 
     # --- checkpoints ---------------------------------------------------------------------------
 
-    def _is_to_be_written(self) -> bool:
-        every = self._replica.training.checkpoints.every_steps
-        finished = self.step.state is ReplicaState.FINISHED
-        return finished or bool(every and self.step.version % every == 0)
+    async def _hand_over(self) -> None:
+        """Let the writer copy what is held, if that is due; training goes on, the next commit
+        waits."""
+        held = self.step.holding
+        if held is not None and held.lineage == self._header.lineage:
+            await self._writer.take(held, self._executor)
 
-    async def _write(self, holding: Holding) -> None:
-        """Write this replica's layers, beside the work that goes on, and tell the council.
-
-        A version that has passed before it could be copied is not written."""
-        version = holding.version
-        weights = {
-            layer: await self._executor.layer_state(layer)
-            for layer in range(holding.first, holding.last)
-        }
-        # Asked last: if the executor is still at this version, the weights were of it, too.
-        states = await self._executor.snapshot(version)
-        if states is None:
+    async def _take_over(self) -> None:
+        """At a version that is due, take the bytes of the stage's first replica, if that computes
+        on unlike hardware: else the two would drift apart, step by step. Nothing has been added
+        up in the step yet. It is done again if the plan before ended meanwhile."""
+        held, first = self.step.holding, self.role.group[0]
+        if held is None or not self._writer.wants(held) or not self._is_unlike(first):
             return
-        hashes = await self._checkpoints.write(
-            holding.lineage, version, weights, states, holding.state_hash
-        )
-        log.info("durable version=%d layers=%d-%d", version, holding.first, holding.last - 1)
-        durable = Durable(
-            fence=self.role.fence, stage=self.role.stage, version=version, layer_hashes=hashes
-        )
-        # The council of the active plan decides that a version is complete.
-        self._durable = durable
-        for voter in self._header.council:
-            self._links.post(voter, durable)
-        await self._forget_old(holding.lineage, version)
+        await self._load_from([first], held.version, held.state_hash)
+        self.step.holding = held
+        log.info("taken over version=%d from=%s", held.version, first)
 
-    async def _forget_old(self, lineage: int, version: int) -> None:
-        """Keep the last versions, and whatever is not below the newest complete one."""
-        completed = self.role.body.completed
-        complete = completed.version if completed is not None else 0
-        keep = self._replica.training.checkpoints.keep
-        old = [
-            (written_in, written)
-            for written_in, written, _, _ in await self._checkpoints.held()
-            if written < complete
-        ]
-        for written_in, written in old[: max(0, len(old) + 1 - keep)]:
-            await self._checkpoints.forget(written_in, written)
+    def _is_unlike(self, other: PeerId) -> bool:
+        """Return whether another replica may compute other bits than this one."""
+        if self._replica.training.execution.determinism == "exact":
+            return False
+        requests = {each: found.request for each, found in candidates_of(self.role.body).items()}
+        return requests[self.role.me.peer].numerics != requests[other].numerics
 
 
 def counted_tensors(shape: ModelShape, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:

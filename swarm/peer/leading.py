@@ -13,6 +13,7 @@ from protocol.signing import PeerId
 from swarm.core.agreement import Agreement
 from swarm.core.ballots import Draft
 from swarm.core.chain import Plan
+from swarm.core.completion import Completion, Layers
 from swarm.core.council import next_council
 from swarm.core.drafting import NoHolder, next_draft
 from swarm.core.losses import Losses
@@ -25,9 +26,11 @@ from swarm.core.planning import (
     first_plan,
     halting_plan,
     members_of,
+    version_before,
 )
 from swarm.core.roles import Situation
 from swarm.core.step import ReplicaState, replicas_of
+from swarm.core.verification import JOIN_REQUEST_EPOCHS
 from swarm.errors import NoFeasiblePlan
 from swarm.peer.roster import Roster
 
@@ -63,7 +66,7 @@ class Leading:
         self._stages = stages
         self._candidates: dict[PeerId, Candidate] = {}
         self._consents: dict[PeerId, Signed] = {}
-        self._durable: dict[PeerId, Durable] = {}
+        self._completion = Completion()
         self._losses = Losses()
         self._halt = ""
         self._no_holder_since: float | None = None
@@ -82,12 +85,14 @@ class Leading:
         return frozenset(self._candidates)
 
     @property
-    def reference(self) -> Candidate | None:
-        """Return whom newcomers have to agree with: a member, or who founds the run."""
-        members = candidates_of(self.plan.body)
-        if members:
-            return members[min(members)]
-        return self._candidates.get(self._manifest.founder)
+    def references(self) -> list[Candidate]:
+        """Return whom newcomers have to agree with: the members, or whoever asked before, of whom
+        the founder is the first; nobody while that has not asked."""
+        members = list(candidates_of(self.plan.body).values())
+        founder = self._candidates.get(self._manifest.founder)
+        if members or founder is None:
+            return members
+        return [founder, *self._candidates.values()]
 
     @property
     def waiting_for(self) -> int:
@@ -106,6 +111,10 @@ class Leading:
     def drop_candidate(self, peer: PeerId) -> None:
         """Who asked to join has gone."""
         self._candidates.pop(peer, None)
+
+    def forget_candidates(self) -> None:
+        """Let all who would join ask again: a plan with them has been refused."""
+        self._candidates.clear()
 
     def consented(self, peer: PeerId, consent: Signed) -> None:
         """A member would vote from the newest epoch on; the signature has been checked."""
@@ -126,9 +135,9 @@ class Leading:
             self._halt = self._halt or reason
 
     def durable(self, sender: PeerId, message: Durable) -> None:
-        """A replica has written its layers. Raises RemoteProtocolError if it does not host that
-        stage, or the version is not one that is written."""
-        body = self.plan.body
+        """A replica has written its layers, by the active plan. Raises RemoteProtocolError if it
+        does not host that stage, or the version is not one that is written."""
+        header, body = self._agreement.active.header, self._agreement.active.body
         if message.stage >= len(body.stages) or sender not in replicas_of(body, message.stage):
             raise RemoteProtocolError(f"{sender} does not host stage {message.stage}")
         training = self._manifest.training
@@ -136,7 +145,14 @@ class Leading:
         due = message.version == training.steps or (every and message.version % every == 0)
         if not due or message.version > training.steps:
             raise RemoteProtocolError(f"{sender} wrote version {message.version}, which is not due")
-        self._durable[sender] = message
+        stage = body.stages[message.stage]
+        if len(message.layer_hashes) != stage.last - stage.first:
+            raise RemoteProtocolError(
+                f"{sender} wrote {len(message.layer_hashes)} layers of stage {message.stage}, "
+                f"which has {stage.last - stage.first}"
+            )
+        layers = Layers(header.lineage, message.version, stage.first, stage.last)
+        self._completion.written(sender, layers, message.layer_hashes)
 
     def adopted(self, before: Plan) -> None:
         """There is a newer plan: most of what was asked for is settled."""
@@ -145,16 +161,17 @@ class Leading:
         self._losses.adopted(self.plan.key, at_once=at_once)
         self._halt = ""
         self.trouble = ""
-        members = set(members_of(self.plan.body))
-        self._candidates = {
-            peer: each for peer, each in self._candidates.items() if each.member not in members
-        }
-        if self.plan.header.lineage != before.header.lineage:
-            self._durable.clear()
+        self._candidates = {each.member.peer: each for each in self._joining()}
+        self._completion.forget_all_but({member.peer for member in members_of(self.plan.body)})
         if at_once or self.plan.body.ended:
             self._no_holder_since = None
 
     # --- what follows ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """This peer begins to lead: changes that it has seen when it led before have waited for
+        nothing since."""
+        self._changes.forget()
 
     @property
     def deadline(self) -> float:
@@ -182,14 +199,15 @@ class Leading:
         if self._halt:
             same = halting_plan(body, self._halt)
             return Draft(same, "planned", 0, header.lineage, header.council)
-        completed = self._completed()
-        if completed is not None:
-            ended = completed.version == self._manifest.training.steps
+        situation, completed = self._situation(now), self._completed()
+        ended = completed is not None and completed.version == self._manifest.training.steps
+        # While a plan is not settled some may not even have it: another one would overtake it.
+        if completed is not None and (ended or situation.settled):
             same = completing_plan(body, completed, ended=ended)
             # In the middle of a run it waits for the next step boundary, where nothing is lost.
             from_step = completed.version if ended else self.version + 1
             return Draft(same, "planned", from_step, header.lineage, header.council)
-        wanted = next_draft(self._situation(now))
+        wanted = next_draft(situation)
         self.trouble = wanted.reason if isinstance(wanted, NoHolder) else ""
         if isinstance(wanted, NoHolder):
             self._no_holder_since = self._no_holder_since or now
@@ -215,26 +233,20 @@ class Leading:
     def _completed(self) -> Completed | None:
         """Return the version that all replicas have written, if it is not named complete yet.
 
-        Raises nothing: replicas that wrote different weights halt the run."""
-        body = self.plan.body
-        hashes: list[bytes] = []
-        versions: set[int] = set()
-        for number, stage in enumerate(body.stages):
-            told = [self._durable.get(member.peer) for member in stage.replicas]
-            said = [each for each in told if each is not None and each.stage == number]
-            versions.update(each.version for each in said)
-            if len(said) < len(told) or len(versions) > 1:
-                return None
-            if len({each.layer_hashes for each in said}) != 1:
-                self.halt(f"replicas of stage {number} ended with different weights")
-                return None
-            hashes.extend(said[0].layer_hashes)
-        if len(hashes) != body.stages[-1].last:
+        Replicas that wrote different weights halt the run, or, in standard mode, leave it to the
+        first of their stage what the weights are."""
+        body, lineage = self.plan.body, self.plan.header.lineage
+        completed = self._completion.complete(body, lineage)
+        if completed is None:
             return None
-        version = versions.pop()
-        if body.completed is not None and body.completed.version >= version:
+        unlike = self._completion.unlike(body, lineage, completed.version)
+        exact = self._manifest.training.execution.determinism == "exact"
+        if unlike and exact:
+            self.halt(f"replicas of stage {unlike[0][0]} ended with different weights")
             return None
-        return Completed(version, tuple(hashes))
+        for stage, peer in unlike:
+            log.warning("other weights version=%d stage=%d peer=%s", completed.version, stage, peer)
+        return completed
 
     @property
     def _hosting(self) -> list[PeerId]:
@@ -243,10 +255,12 @@ class Leading:
 
     @property
     def version(self) -> int:
-        """Return the newest version that a replica of the newest plan has told of."""
-        heartbeats, lineage = self.heartbeats(), self.plan.header.lineage
+        """Return the newest version that a replica of the newest plan has told of, or from which
+        that plan goes on: a replica that does not hold it yet tells of none."""
+        heartbeats, header = self.heartbeats(), self.plan.header
         told = [heartbeats[peer] for peer in self._hosting if peer in heartbeats]
-        return max((each.version for each in told if each.lineage == lineage), default=0)
+        versions = [each.version for each in told if each.lineage == header.lineage]
+        return max([version_before(header), *versions])
 
     def _situation(self, now: float) -> Situation:
         header, body = self.plan.header, self.plan.body
@@ -262,7 +276,7 @@ class Leading:
             body=body,
             heartbeats=heartbeats,
             gone=self._members.gone(members_of(body), now, waiting),
-            joining=[self._candidates[peer] for peer in sorted(self._candidates)],
+            joining=self._joining(),
             consents=frozenset(self._consents) - frozenset(self._members.suspects),
             lost_work=self._losses.reason,
             apart=self._losses.apart(now),
@@ -270,6 +284,19 @@ class Leading:
             version=self.version,
             waited_seconds=now - since if since is not None else 0.0,
         )
+
+    def _joining(self) -> list[Candidate]:
+        """Return who asks to join, in order of peer: requests that are good for the next plan.
+
+        This peer may have taken one in long ago, when it led, or of a start that is over."""
+        boots = {member.peer: member.boot for member in members_of(self.plan.body)}
+        return [
+            each
+            for peer, each in sorted(self._candidates.items())
+            if each.member.boot > boots.get(peer, 0)
+            and each.member.boot >= self._members.boot_of(peer)
+            and self.plan.header.epoch <= each.request.epoch + JOIN_REQUEST_EPOCHS
+        ]
 
     def heartbeats(self) -> dict[PeerId, Heartbeat]:
         """Return recent heartbeats of the members' starts that the newest plan names."""

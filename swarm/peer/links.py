@@ -149,8 +149,9 @@ class Links:
         return frozenset(peer for (peer, _), links in self._open.items() if links)
 
     def _usable(self, key: tuple[PeerId, Channel]) -> Link | None:
-        """Return the oldest link that is not being closed."""
-        return next((link for link in self._open.get(key, ()) if not link.is_leaving), None)
+        """Return the oldest link to the newest start of a peer that is not being closed."""
+        links = [link for link in self._open.get(key, ()) if not link.is_leaving]
+        return max(links, key=_boot_of, default=None)  # the first of equal ones
 
     # --- opening ----------------------------------------------------------------------
 
@@ -246,6 +247,11 @@ class Links:
                 # What this peer says to itself may clash with what another has said before.
                 log.error("refused from this peer itself fault=%r", str(fault))
                 self._receiver.lost(self.me, str(fault))
+
+
+def _boot_of(link: Link) -> int:
+    assert link.connection.remote_hello is not None
+    return link.connection.remote_hello.boot
 
 
 def _no_answer(reply: Reply, payloads: Sequence[Buffer]) -> None:

@@ -197,8 +197,12 @@ class Pipeline:
             self._perform([Trouble(f"mb={mb} by way of {task.message.path}: {error}")])
 
     def _next(self) -> _Task | None:
-        ready = self._step.state in COMPUTING and self._tasks
-        if ready and self._tasks[0].step == self._step.version:
+        if self._step.state not in COMPUTING or not self._tasks:
+            return None
+        first = self._tasks[0]
+        # What was flagged here at its forward may come back when the step is over.
+        is_late = isinstance(first.message, Backward) and bool(first.message.nonfinite)
+        if first.step == self._step.version or (is_late and first.step < self._step.version):
             return heapq.heappop(self._tasks)
         return None
 
@@ -220,7 +224,7 @@ class Pipeline:
             return
         nonfinite, output = message.nonfinite, None
         if not nonfinite:
-            outcome = await self._executor.forward(mb, inputs)
+            outcome = await self._executor.forward(mb, inputs, keep=accumulate or below)
             nonfinite, output = outcome.nonfinite, outcome.tensor
         if nonfinite:
             await self._executor.flag(mb, nonfinite, message.weight, accumulate)
@@ -258,7 +262,9 @@ class Pipeline:
             outcome = await self._executor.backward(mb, payload, journey.weight, journey.accumulate)
             self._answer(mb, outcome.nonfinite, outcome.tensor)
             return
-        if mb.index not in self._executor.ledger:
+        is_over = mb.step < self._step.version
+        flagged_here = journey.accumulate and (is_over or mb.index in self._executor.ledger)
+        if not flagged_here:  # who does not accumulate only drops its activations by that
             await self._executor.flag(mb, message.nonfinite, journey.weight, journey.accumulate)
         self._answer(mb, message.nonfinite, None)
 

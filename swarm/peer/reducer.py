@@ -9,6 +9,7 @@ import logging
 import math
 from dataclasses import dataclass
 
+import numpy
 import trio
 
 from protocol.errors import RemoteProtocolError
@@ -18,6 +19,7 @@ from protocol.signing import PeerId
 from swarm.core.model import ModelShape
 from swarm.core.reduction import Bucket, buckets, shard_bounds
 from swarm.core.step import Role, ranges_of_stages, replicas_of
+from swarm.peer.link import MIN_BYTES_PER_SECOND
 from swarm.peer.replica import Replica
 from swarm.ports import Buffer
 
@@ -59,6 +61,8 @@ class Reducer:
         self._shards = shards_of(replica.role, replica.shape)
         self._parts: dict[tuple[int, int, int], dict[PeerId, Buffer | None]] = {}
         self._gathered: set[tuple[int, int]] = set()
+        self._is_open = False
+        """A reduction has begun, and not all sums are here."""
         self._arrived: set[tuple[type, int, int, int, PeerId]] = set()
         # Bounded by what may arrive: one part per shard and sender, one sum per shard.
         self._events_send, self._events = trio.open_memory_channel[
@@ -67,7 +71,38 @@ class Reducer:
 
     def begin(self) -> None:
         """Start reducing the step in hand."""
+        self._is_open = True
         self._events_send.send_nowait((self._me, None, memoryview(b"")))
+
+    # --- who is waited for --------------------------------------------------------------------
+
+    @property
+    def without_parts(self) -> tuple[PeerId, ...]:
+        """Return who has not sent its parts of what this replica sums up, sorted."""
+        if not self._is_open:
+            return ()
+        step, found = self._step.version, set[PeerId]()
+        for (bucket, number), shard in self._shards.items():
+            if shard.owner == self._me and (bucket, number) not in self._gathered:
+                parts = self._parts.get((step, bucket, number), {})
+                found |= set(shard.contributors) - parts.keys()
+        return tuple(sorted(found - {self._me}))
+
+    @property
+    def without_sums(self) -> tuple[PeerId, ...]:
+        """Return who has not sent its sums, sorted."""
+        if not self._is_open:
+            return ()
+        owners = {s.owner for key, s in self._shards.items() if key not in self._gathered}
+        return tuple(sorted(owners - {self._me}))
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Return how long parts and sums may be on their way, at the lowest rate that a link may
+        have."""
+        item = numpy.dtype(self._dtype).itemsize
+        size = 2 * item * sum(shard.elements for shard in self._shards.values())
+        return size / MIN_BYTES_PER_SECOND
 
     # --- what arrives -------------------------------------------------------------------------
 
@@ -189,6 +224,7 @@ class Reducer:
             await self._prepare()
 
     async def _prepare(self) -> None:
+        self._is_open = False
         self._perform(self._step.reduced(await self._executor.square_norms()))
 
     def _spec(self, shard: Shard) -> TensorSpec:

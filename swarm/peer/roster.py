@@ -4,6 +4,7 @@ Every member tells leader and council once a second what it holds and does (Hear
 leads next knows it too; the leader tells all members what the swarm looks like (LeaderBeat).
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ LEADER_BEAT_SECONDS = 0.5
 RECENT_SECONDS = 15.0
 """An older heartbeat says nothing about now."""
 RATE_HEARTBEATS = 10
+PINGS_UNDER_WAY = 16
+"""A Pong of an older Ping says nothing any more."""
 
 
 @dataclass
@@ -46,7 +49,9 @@ class Roster:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._seen: dict[PeerId, _Seen] = {}
-        self._pings: dict[PeerId, tuple[int, float]] = {}
+        self._ping_numbers = itertools.count(1)
+        self._pings: dict[PeerId, deque[tuple[int, float]]] = {}
+        """Number and time of the last Pings to a peer."""
 
     # --- round trips --------------------------------------------------------------------
 
@@ -57,14 +62,20 @@ class Roster:
 
     def ping(self, peer: PeerId) -> None:
         """Ping a peer, dialling it if need be."""
-        number = self._pings.get(peer, (0, 0.0))[0] + 1
-        self._pings[peer] = (number, trio.current_time())
+        number = next(self._ping_numbers)
+        sent = self._pings.setdefault(peer, deque(maxlen=PINGS_UNDER_WAY))
+        sent.append((number, trio.current_time()))
         self._links.post(peer, Ping(number=number))
+
+    def forget_pings(self, peer: PeerId) -> None:
+        """There is no link to a peer any more: what was under way is not answered."""
+        self._pings.pop(peer, None)
 
     def round_trip(self, sender: PeerId, message: Pong) -> float | None:
         """Return how long the answered ping took, in seconds; None for an old one."""
-        number, sent_at = self._pings.get(sender, (0, 0.0))
-        return trio.current_time() - sent_at if message.number == number else None
+        times = dict(self._pings.get(sender, ()))
+        sent_at = times.get(message.number)
+        return trio.current_time() - sent_at if sent_at is not None else None
 
     # --- heartbeats ----------------------------------------------------------------------
 

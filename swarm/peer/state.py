@@ -1,27 +1,39 @@
 """Fetches what this peer lacks from who holds it: a stage's state, a gradient, layers for export.
 
-The rule: every piece is checked against its hash. A donor that fails is left, and what has arrived
-is kept: another donor goes on where it stopped.
+The rule: every piece is checked against its hash, and bounded by what the model is like before it
+takes memory. A donor that fails is left, and what has arrived is kept: another donor goes on where
+it stopped. What does not fit is the fault of who gave it.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
 import trio
 from msgspec.structs import replace
 
-from protocol.messages import GetListing, GetState, Listing, Piece, StateChunk
-from protocol.records import PlanBody, sha256
+from protocol.messages import GetListing, GetState, Listing, Piece, StateChunk, StateKind
+from protocol.records import PlanBody
 from protocol.signing import PeerId
-from swarm.core.step import replicas_of
+from swarm.core.model import ModelShape
+from swarm.core.planning import candidates_of
+from swarm.core.reduction import buckets
+from swarm.core.step import ranges_of_stages, replicas_of
 from swarm.errors import ExportError, HomeError, PeerError, PeerRefused
 from swarm.peer.donor import CHUNK_BYTES
+from swarm.peer.hashing import hash_of
 from swarm.peer.links import Links
+from swarm.peer.versions import read_weights
 from swarm.ports import Buffer, Checkpoints
 
 MAX_LAYER_BYTES = 1 << 38
+STATE_COPIES = 3
+"""Of a layer in its state: its weights, and at most two moments of each in the optimiser."""
+STATE_SLACK_BYTES = 16 * 1024 * 1024
+"""For the names of the tensors, and the optimiser's counters."""
+ITEM_BYTES = 8
+"""Of a gradient, at most."""
 RETRY_SECONDS = 0.2
 
 
@@ -38,12 +50,54 @@ class Fetched:
     donors: tuple[PeerId, ...]
 
 
+def largest_pieces(
+    kind: StateKind, body: PlanBody, me: PeerId, shape: ModelShape, stage: int
+) -> dict[int, int]:
+    """Return how many bytes each piece of a stage has at most: its state by layer, its reduced
+    gradient by bucket. How large layers are `me` has measured before it joined."""
+    ranges = ranges_of_stages(body)
+    if kind == "gradient":
+        used = [bucket for bucket in buckets(shape, ranges) if stage in bucket.stages]
+        return {bucket.index: ITEM_BYTES * bucket.elements for bucket in used}
+    layers = candidates_of(body)[me].request.layers
+    return {
+        layer: STATE_COPIES * layers[layer].parameter_bytes + STATE_SLACK_BYTES
+        for layer in range(*ranges[stage])
+    }
+
+
+async def fetch_into(
+    take: Callable[[Mapping[int, Buffer]], Awaitable[None]],
+    links: Links,
+    donors: Sequence[PeerId],
+    wanted: GetListing,
+    largest: Mapping[int, int],
+) -> Fetched:
+    """Fetch as `fetch` does, and let `take` have the pieces: if it raises ValueError, those who
+    gave them are left, and others are asked. Raises NobodyHas."""
+    faults: list[str] = []
+    while True:
+        try:
+            fetched = await fetch(links, donors, wanted, largest)
+        except NobodyHas as fault:
+            raise NobodyHas("; ".join([*faults, str(fault)])) from None
+        try:
+            await take(fetched.pieces)
+        except ValueError as error:
+            faults += [f"{donor}  gave what does not fit: {error}" for donor in fetched.donors]
+            donors = [donor for donor in donors if donor not in fetched.donors]
+        else:
+            return fetched
+
+
 async def fetch(
     links: Links,
     donors: Sequence[PeerId],
     wanted: GetListing,
+    largest: Mapping[int, int],
 ) -> Fetched:
-    """Return what `wanted` asks for, from several donors at once.
+    """Return what `wanted` asks for, from several donors at once: exactly the pieces that `largest`
+    names, none with more bytes than it says.
 
     Only donors whose listings agree, and have the state hash that is wanted, if one is, are used
     together: those of the largest group. Raises NobodyHas.
@@ -53,7 +107,7 @@ async def fetch(
     async with trio.open_nursery() as nursery:
         for donor in donors:
             if donor != links.me:
-                nursery.start_soon(_list, links, donor, wanted, listings, refusals)
+                nursery.start_soon(_list, links, donor, wanted, largest, listings, refusals)
     groups: dict[tuple[Piece, ...], list[PeerId]] = {}
     for donor in sorted(listings):
         if not wanted.state_hash or listings[donor].state_hash == wanted.state_hash:
@@ -71,6 +125,7 @@ async def _list(
     links: Links,
     donor: PeerId,
     wanted: GetListing,
+    largest: Mapping[int, int],
     listings: dict[PeerId, Listing],
     refusals: list[str],
 ) -> None:
@@ -84,10 +139,21 @@ async def _list(
         refusals.append(f"{donor}  answered GetListing with {type(answer).__name__}")
     elif answer.refusal:
         refusals.append(f"{donor}  {answer.refusal}")
-    elif sum(piece.nbytes for piece in answer.pieces) > MAX_LAYER_BYTES:
-        refusals.append(f"{donor}  claims to hold more than {MAX_LAYER_BYTES} bytes")
+    elif misfit := _misfit(answer.pieces, largest):
+        refusals.append(f"{donor}  {misfit}")
     else:
         listings[donor] = answer
+
+
+def _misfit(pieces: Sequence[Piece], largest: Mapping[int, int]) -> str:
+    """Return why these cannot be the pieces that are wanted, or ""."""
+    numbers = sorted(piece.number for piece in pieces)
+    if numbers != sorted(largest):
+        return f"lists pieces {numbers} instead of {sorted(largest)}"
+    for piece in pieces:
+        if piece.nbytes > largest[piece.number]:
+            return f"claims that piece {piece.number} has {piece.nbytes} bytes"
+    return ""
 
 
 class _Download:
@@ -133,7 +199,7 @@ class _Download:
             done += len(part)
             self._begun[piece.number] = (data, done)
         self._begun.pop(piece.number, None)
-        if sha256(data) != piece.sha256:
+        if await hash_of(data) != piece.sha256:
             raise PeerRefused(donor, f"sent a piece {piece.number} with another hash")
         self._done[piece.number] = data
 
@@ -167,91 +233,97 @@ async def gather_layers(
 ) -> tuple[list[Buffer], list[PeerId]]:
     """Return all layers of the plan's completed version, and from which peer each came.
 
-    Raises ExportError if there is no such version, or a layer cannot be had from anyone."""
+    Their hashes name them: after a rollback they lie under an older lineage. Raises ExportError if
+    there is no such version, or a layer cannot be had from anyone."""
     if body.completed is None:
         raise ExportError(
             "there is no certified complete version to export",
             evidence=(body.reason,),
             hint="a run can be exported when it has ended; `swarm status` says whether it goes on",
         )
+    members = sorted(signed.signer for signed in body.members)
     layers, donors = [], []
     for number, stage in enumerate(body.stages):
         for layer in range(stage.first, stage.last):
-            wanted = body.completed.layer_hashes[layer]
-            data, donor = await _one_layer(
-                links,
-                checkpoints,
-                replicas_of(body, number),
-                (lineage, body.completed.version, layer),
-                wanted,
+            wanted = _Wanted(
+                lineage, body.completed.version, layer, body.completed.layer_hashes[layer]
             )
+            # Whoever may hold it, the likely ones first.
+            asked = dict.fromkeys([links.me, *replicas_of(body, number), *members])
+            data, donor = await _one_layer(links, checkpoints, list(asked), wanted)
             layers.append(data)
             donors.append(donor)
     return layers, donors
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One layer's weights."""
+
+    lineage: int
+    version: int
+    layer: int
+    sha256: bytes
+
+
 async def _one_layer(
-    links: Links,
-    checkpoints: Checkpoints,
-    donors: Sequence[PeerId],
-    place: tuple[int, int, int],
-    wanted: bytes,
+    links: Links, checkpoints: Checkpoints, donors: Sequence[PeerId], wanted: _Wanted
 ) -> tuple[Buffer, PeerId]:
     faults = []
-    for donor in sorted(donors, key=lambda peer: peer != links.me):
+    for donor in donors:
         try:
             if donor == links.me:
-                held = await checkpoints.read("weights", *place)
-                data = held if held is not None else memoryview(b"")
-            else:
-                data = await _download(links, donor, place)
-        except (PeerError, HomeError) as fault:
-            faults.append(
-                f"{donor}  {fault.what if isinstance(fault, HomeError) else fault.reason}"
-            )
-            continue
-        if hashlib.sha256(data).digest() == wanted:
-            return data, donor
-        faults.append(f"{donor}  sent bytes with another hash")
+                held = await read_weights(checkpoints, wanted.layer, wanted.sha256)
+                if held is None:
+                    raise PeerRefused(donor, "this peer does not hold it")
+                return held, donor
+            return await _download(links, donor, wanted), donor
+        except PeerError as fault:
+            faults.append(f"{donor}  {fault.reason}")
+        except HomeError as fault:
+            faults.append(f"{donor}  {fault.what}")
     raise ExportError(
-        f"layer {place[2]} of version {place[1]} cannot be had from anyone",
+        f"layer {wanted.layer} of version {wanted.version} cannot be had from anyone",
         evidence=tuple(faults),
-        hint="start a peer that held this layer when the run ended, and try again",
+        hint="start a peer that held this layer when the version was written, and try again",
     )
 
 
-async def _download(links: Links, donor: PeerId, place: tuple[int, int, int]) -> Buffer:
-    first, total = await _piece(links, donor, place, 0)
+async def _download(links: Links, donor: PeerId, wanted: _Wanted) -> Buffer:
+    """Return a layer's bytes, hashed piece by piece: nothing else waits for a whole layer."""
+    piece, total = await _piece(links, donor, wanted, 0)
     if total > MAX_LAYER_BYTES:
-        raise PeerRefused(donor, f"claims that layer {place[2]} has {total} bytes")
+        raise PeerRefused(donor, f"claims that layer {wanted.layer} has {total} bytes")
     data = numpy.empty(total, dtype=numpy.uint8).data
+    digest = hashlib.sha256()
     done = 0
-    piece = first
     while True:
         if done + len(piece) > total:
             raise PeerRefused(donor, "sent more than the layer has")
         data[done : done + len(piece)] = piece
+        digest.update(piece)
         done += len(piece)
         if done == total:
-            return data
-        piece, _ = await _piece(links, donor, place, done)
+            break
+        piece, _ = await _piece(links, donor, wanted, done)
+    if digest.digest() != wanted.sha256:
+        raise PeerRefused(donor, "sent bytes with another hash")
+    return data
 
 
-async def _piece(
-    links: Links, donor: PeerId, place: tuple[int, int, int], offset: int
-) -> tuple[Buffer, int]:
+async def _piece(links: Links, donor: PeerId, wanted: _Wanted, offset: int) -> tuple[Buffer, int]:
     """Return a piece of a layer and the size of the whole."""
-    lineage, version, layer = place
     received = await links.request(
         donor,
         lambda number: GetState(
             id=number,
             kind="weights",
-            lineage=lineage,
-            version=version,
-            number=layer,
+            lineage=wanted.lineage,
+            version=wanted.version,
+            number=wanted.layer,
             offset=offset,
             length=CHUNK_BYTES,
+            sha256=wanted.sha256,
         ),
     )
     chunk = received.message

@@ -5,6 +5,7 @@ council; what it is asked about another it answers.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import trio
@@ -73,6 +74,8 @@ class Vigil:
         self._wake = wake
         self._lost_with: set[PeerId] = set()
         """With whom work of the active plan may have been lost."""
+        self._undelivered: Counter[PeerId] = Counter()
+        """How often a peer could not be dialled since there was a link to it."""
 
     @property
     def plan(self) -> Plan:
@@ -100,13 +103,18 @@ class Vigil:
         for peer in sorted(self._lost_with):
             self._say_lost_work(peer)
 
-    def heard(self, peer: PeerId, boot: int, now: float, rtt_seconds: float | None = None) -> None:
+    def sound(self, peer: PeerId, boot: int, now: float, rtt_seconds: float | None = None) -> None:
         """A start of a peer has said something; `rtt_seconds` if it answered a ping."""
         self.act(self.members.heard(Member(peer, boot), now, rtt_seconds))
+
+    def heard(self, peer: PeerId, boot: int, now: float, rtt_seconds: float | None = None) -> None:
+        """A start of a peer has said that it lives, now: it sends that on a link that is open."""
+        self.sound(peer, boot, now, rtt_seconds)
         self._leading.heard(peer, now)
 
     def opened(self, peer: PeerId, boot: int) -> None:
         """A link can be used."""
+        self._undelivered.pop(peer, None)
         self.members.link_open(peer, trio.current_time())
 
     def lost(self, peer: PeerId, reason: str) -> None:
@@ -114,6 +122,7 @@ class Vigil:
         if peer in self._links.connected():
             return
         self.members.link_lost(peer, reason, trio.current_time())
+        self.roster.forget_pings(peer)
         if peer in self._leading.candidates and not self.plan.body.stages:
             self._leading.drop_candidate(peer)  # it asks again if it is still there
             log.info("left peer=%s reason=%r", peer, reason)
@@ -124,6 +133,8 @@ class Vigil:
     def unreachable(self, fault: PeerError) -> None:
         """A peer could not be dialled."""
         now = trio.current_time()
+        self._undelivered[fault.peer] += 1
+        self.roster.forget_pings(fault.peer)
         if isinstance(fault, NobodyListens):
             self._agreement.lost_leader(fault.peer, now)
             self.act(self.members.dial_refused(fault.peer, fault.reason, now))
@@ -145,7 +156,12 @@ class Vigil:
             self._links.post(guide, message)
 
     def take_lost_work(self, sender: PeerId, message: LostWork) -> None:
-        """Note what was lost between two peers, and see whether both are alive."""
+        """Note what was lost between two workers, and see whether both are alive."""
+        bodies = [plan.body for plan in (self.plan, self._agreement.active) if plan.body.stages]
+        workers = {peer for body in bodies for peer in workers_of(body)}
+        if not {sender, message.peer} <= workers:
+            log.info("no work is lost peer=%s with=%s", sender, message.peer)
+            return
         self.see_sign()
         self._leading.lost_work(sender, message, trio.current_time())
         for peer in (sender, message.peer):
@@ -162,9 +178,10 @@ class Vigil:
                 self.act(self.members.resume_missing(member, now))
 
     def relay_to(self, target: PeerId) -> PeerId | None:
-        """Return a peer that may pass on a message to `target`; None if there is none."""
+        """Return a peer that may pass on a message to `target`; None if there is none. At each
+        attempt it is another one: who is reached need not reach the target."""
         others = self._others_to_ask(target)
-        return others[0] if others else None
+        return others[self._undelivered[target] % len(others)] if others else None
 
     def act(self, effects: Sequence[membership.Effect]) -> None:
         """Perform what the core asks for."""
@@ -180,6 +197,8 @@ class Vigil:
                     self._accuse(target, reason)
                 case membership.Cleared(target):
                     log.info("hears again peer=%s", target.peer)
+                    for peer in self.guides():
+                        self._links.post(peer, PingResult(target=target, observation=None))
                 case membership.Probe(target):
                     self.roster.ping(target.peer)
                 case membership.Answer(asker, target, reason):
@@ -191,7 +210,8 @@ class Vigil:
             self._wake()
 
     def _others_to_ask(self, target: PeerId) -> list[PeerId]:
-        """Return a few peers that may reach `target`: voters first."""
+        """Return a few peers that may reach `target`: voters first, to whom all members report and
+        who so have a link to it, if anybody has."""
         council = [peer for peer in self.plan.header.council if self.reaches(peer)]
         others = [peer for peer in workers_of(self.plan.body) if self.reaches(peer)]
         ordered = dict.fromkeys([*council, *others])

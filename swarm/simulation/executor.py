@@ -127,10 +127,10 @@ class SimExecutor:
 
     # --- microbatches ----------------------------------------------------------------------
 
-    async def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
+    async def forward(self, mb: Microbatch, inputs: Buffer, keep: bool = True) -> Outcome:
         """Run the layers."""
         return await self._task(
-            FORWARD_SECONDS * self._stage.layer_count, self._stage.forward, mb, inputs
+            FORWARD_SECONDS * self._stage.layer_count, self._stage.forward, mb, inputs, keep
         )
 
     async def backward(

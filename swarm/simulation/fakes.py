@@ -15,7 +15,7 @@ from protocol.messages import StateKind
 from protocol.records import PeerRecord
 from protocol.signing import PeerId
 from swarm.errors import HomeError
-from swarm.ports import Buffer
+from swarm.ports import Buffer, HeldVersion
 from swarm.simulation.physics import SAMPLES, Physics
 from swarm.simulation.process import Process
 
@@ -35,6 +35,11 @@ class Version:
     states: dict[int, bytes]
     state_hash: bytes
 
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """Return the SHA-256 of each layer's weights."""
+        return tuple(hashlib.sha256(data).digest() for data in self.weights.values())
+
 
 @dataclass
 class SimDisk:
@@ -45,6 +50,9 @@ class SimDisk:
     """By lineage and version."""
     damaged: set[tuple[int, int, int]] = field(default_factory=set)
     """(lineage, version, layer) of files that cannot be read."""
+    write_seconds: float = WRITE_SECONDS
+    """How long a version takes to be written: nothing ends that but the death of the process."""
+    is_full: bool = False
 
 
 class SimStorage:
@@ -118,18 +126,20 @@ class SimCheckpoints:
         states: Mapping[int, Buffer],
         state_hash: bytes,
     ) -> tuple[bytes, ...]:
-        """Write layers, all or nothing."""
+        """Write layers, all or nothing. Raises HomeError if the disk is full."""
         made = Version(
             {layer: bytes(weights[layer]) for layer in sorted(weights)},
             {layer: bytes(states[layer]) for layer in sorted(states)},
             state_hash,
         )
-        await trio.sleep(WRITE_SECONDS)
+        await self._write_all()
+        if self._disk.is_full:
+            raise HomeError(f"cannot write version {version}: No space left on device")
         if not self._process.dead:
             self._disk.versions[lineage, version] = made
             self._disk.damaged -= {(lineage, version, layer) for layer in made.weights}
             self._written(self._process, version, made.weights)
-        return tuple(hashlib.sha256(data).digest() for data in made.weights.values())
+        return made.hashes
 
     async def read(self, kind: StateKind, lineage: int, version: int, layer: int) -> Buffer | None:
         """Return a layer's bytes. Raises HomeError if they are damaged."""
@@ -144,11 +154,18 @@ class SimCheckpoints:
             raise HomeError(f"layer {layer} of version {version} is damaged")
         return memoryview(data)
 
-    async def held(self) -> tuple[tuple[int, int, bytes, tuple[int, ...]], ...]:
+    async def _write_all(self) -> None:
+        """Take the time of a write, as a thread does that cannot be cancelled."""
+        with trio.CancelScope(shield=True) as scope:
+            self._process.on_death.append(scope.cancel)
+            await trio.sleep(self._disk.write_seconds)
+        self._process.on_death.remove(scope.cancel)
+
+    async def held(self) -> tuple[HeldVersion, ...]:
         """Return what is held whole, oldest first."""
         await trio.sleep(WRITE_SECONDS)
         return tuple(
-            (lineage, version, held.state_hash, tuple(held.states))
+            HeldVersion(lineage, version, held.state_hash, tuple(held.weights), held.hashes)
             for (lineage, version), held in sorted(self._disk.versions.items())
         )
 

@@ -128,13 +128,14 @@ class SimStage:
 
     # --- microbatches ----------------------------------------------------------------------
 
-    def forward(self, mb: Microbatch, inputs: Buffer) -> Outcome:
+    def forward(self, mb: Microbatch, inputs: Buffer, keep: bool = True) -> Outcome:
         """Run the layers."""
         self._check_microbatch(mb)
         passed, bad = self._run(mb, bytes(inputs))
         if bad:
             return Outcome(None, bad)
-        self._passes[mb] = passed
+        if keep:
+            self._passes[mb] = passed
         return Outcome(memoryview(passed[-1]))
 
     def backward(
@@ -218,6 +219,9 @@ class SimStage:
             raise ValueError(f"commit of step {step} at version {self.version}")
         if totals.verdict == "halt":
             return
+        if self._passes:
+            kept = ", ".join(str(mb) for mb in sorted(self._passes))
+            self._violate("A5", f"{self._name} commits step {step}: activations are left of {kept}")
         if totals.verdict == "apply":
             self._check_whole()
             self._check_sums(step)

@@ -45,7 +45,7 @@ def read(
 
 
 def held(store: Checkpoints) -> list[tuple[int, int]]:
-    return [(lineage, version) for lineage, version, _, _ in do(store.held)]
+    return [(each.lineage, each.version) for each in do(store.held)]
 
 
 def names(folder: Path) -> list[str]:
@@ -62,7 +62,7 @@ def test_a_checkpoint_gives_back_what_was_written(tmp_path: Path) -> None:
             assert read(again, 12, 3, "weights", 2) == b"three" * 1000
             assert read(again, 12, 3, "state", 2) == b"three" * 1000 + b"+"
             assert read(again, 12, 1, "weights", 2) == b"one"
-        assert do(again.held) == ((2, 12, STATE_HASH, (1, 3)),)
+        assert do(again.held) == ((2, 12, STATE_HASH, (1, 3), hashes),)
         for kind, lineage, version, layer in (
             ("weights", 2, 12, 2),
             ("weights", 2, 13, 1),
@@ -147,6 +147,7 @@ def test_a_fault_at_any_point_of_writing_leaves_no_version(
             write(store, 5, {0: b"a", 1: b"b"})
         assert len(written) == refused and "checkpoint.json" not in written
         assert held(store) == [] and read(store, 5, 0) is None
+        assert names(tmp_path) == []
     monkeypatch.undo()
     write(store, 5, {0: b"a", 1: b"b"})
     assert held(store) == [(0, 5)]
@@ -168,12 +169,31 @@ def test_writing_a_version_again_replaces_it(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/layer-*"))) == 2
 
 
-def test_a_version_that_is_replaced_is_not_there_meanwhile(tmp_path: Path) -> None:
+def test_a_version_stays_until_it_is_replaced(tmp_path: Path) -> None:
+    """Whatever fails of the new one, the disk has the old one, and nothing else."""
     store = DiskCheckpoints(tmp_path)
     write(store, 5, {0: b"a"})
+    before = names(tmp_path)
     with largest_file(2), pytest.raises(HomeError):
-        write(store, 5, {0: b"too long"})
-    assert held(store) == []
+        write(store, 5, {0: b"too long", 1: b"x"})
+    for each in (store, DiskCheckpoints(tmp_path)):
+        assert (read(each, 5, 0), read(each, 5, 0, "state")) == (b"a", b"a+")
+        assert read(each, 5, 1) is None
+        assert names(tmp_path) == before
+    for content in (b"b", b"c", b"d"):
+        write(store, 5, {0: content})
+        assert read(DiskCheckpoints(tmp_path), 5, 0) == content
+        assert len(names(tmp_path)) == len(before)
+
+
+def test_what_a_crash_left_of_a_replacement_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    write(DiskCheckpoints(tmp_path), 5, {0: b"a"})
+    before = names(tmp_path)
+    place = tmp_path / "0-0000000005"
+    (place / "layer-00000.weights.again.safetensors").write_bytes(b"half")
+    (place / ".0123456789abcdef.tmp").write_bytes(b"half")
+    assert read(DiskCheckpoints(tmp_path), 5, 0) == b"a"
+    assert names(tmp_path) == before
 
 
 def test_a_version_is_forgotten_and_nothing_else(

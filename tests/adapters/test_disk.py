@@ -215,8 +215,10 @@ def test_a_key_without_its_state_does_not_start(tmp_path: Path, name: str, words
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("state/boot", b"many", "no number"),
+        ("state/boot", b"many", "is damaged"),
         ("state/agreement", b"\x81", "is damaged"),
+        ("identity.key", bytes(32), "is not of identity.key and swarm.key"),
+        ("swarm.key", bytes(32), "is not of identity.key and swarm.key"),
         ("identity.key", b"short", "has 5 bytes, not 32"),
         ("swarm.key", bytes(33), "has 33 bytes"),
         (
@@ -290,6 +292,19 @@ def test_storage_returns_what_was_saved_last(tmp_path_factory, saves):
     for name in ("vote", "plan.1", "chain"):
         assert again.load(name) == dict(saves).get(name)
     assert set(names(folder)) == set(dict(saves))
+
+
+@given(data=st.binary(max_size=40), at=st.integers(0, 10_000))
+@settings(max_examples=50, deadline=None)
+def test_no_bit_of_what_was_saved_may_change(tmp_path_factory, data: bytes, at: int):
+    storage = DiskStorage(tmp_path_factory.mktemp("state"))
+    storage.save("vote", data)
+    (path,) = storage._folder.iterdir()
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= 1 << at % 8
+    path.write_bytes(content)
+    with pytest.raises(HomeError, match="is damaged"):
+        storage.load("vote")
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "A", "x" * 101])

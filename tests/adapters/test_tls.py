@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from protocol.signing import Identity
-from swarm.adapters import certificates
+from swarm.adapters import certificates, tls
 from swarm.adapters.certificates import authority_certificate, peer_certificate, peer_of
 from swarm.adapters.tls import Limits, TlsTransport, parse_address
 from swarm.errors import AddressError, Overloaded, PeerRefused, PeerUnreachable
@@ -78,6 +79,41 @@ def refusals() -> Iterator[Refusals]:
     logging.getLogger("swarm.adapters.tls").addHandler(handler)
     yield handler
     logging.getLogger("swarm.adapters.tls").removeHandler(handler)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no such limit")
+def test_a_machine_that_takes_in_nothing_any_more_is_given_up(tmp_path: Path) -> None:
+    """Keepalive alone does not: it probes only while nothing is on its way."""
+
+    async def main() -> None:
+        async with serving(TlsTransport(ALICE, KEY, tmp_path)) as address:
+            stream = await TlsTransport(BOB, KEY, tmp_path).dial(address, ALICE.peer)
+            tcp = stream._tls.transport_stream._tcp.socket  # type: ignore[attr-defined]
+            limit = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert 10_000 <= limit <= 60_000
+            await stream.aclose()
+
+    trio.run(main)
+
+
+def test_a_flood_of_strangers_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        refusals = tls._RefusalLog()
+        for _ in range(3):
+            for number in range(1000):
+                refusals.note("127.0.0.1:9", f"reason {number}")
+            await trio.sleep(tls.REFUSALS_SECONDS)
+        refusals.note("127.0.0.1:9", "the last")
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 * (tls.REFUSALS_LOGGED + 1) + 1
+    assert said[-2:] == [
+        f"handshakes refused besides count={1000 - tls.REFUSALS_LOGGED}",
+        "handshake refused address=127.0.0.1:9 reason='the last'",
+    ]
 
 
 async def receive_exactly(stream: ByteStream, size: int) -> bytes:

@@ -423,6 +423,18 @@ def test_a_stage_without_parameters_is_whole_once_its_reduction_has_begun() -> N
 # --- microbatches for the sake of others, and what a repair leaves ------------------------
 
 
+def test_a_forward_that_nobody_takes_back_keeps_no_activations() -> None:
+    swarm = Swarm.start(ROOTS, (1,), [1, 1])
+    (low,), _ = swarm.replicas
+    mb, (inputs, _, weight) = Microbatch(0, 1), GOOD.microbatch([0])
+    hidden = low.forward(mb, inputs, keep=False).tensor
+    assert hidden is not None
+    with pytest.raises(ValueError, match="no forward of 0/1"):
+        low.backward(mb, hidden, weight)
+    assert low.forward(mb, inputs).tensor == hidden
+    low.backward(mb, hidden, weight)
+
+
 def test_settling_drops_activations_and_nothing_else() -> None:
     swarm = Swarm.start(ROOTS, (1,), [1, 1])
     (low,), _ = swarm.replicas

@@ -5,8 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.records import Member, PlanHeader
+from protocol.signing import Identity
 from swarm.core.chain import genesis
-from swarm.core.evidence import OBSERVATION_SECONDS, REPORT_MISSING, RESUME_MISSING, Evidence
+from swarm.core.evidence import (
+    OBSERVATION_SECONDS,
+    OBSERVERS,
+    REPORT_MISSING,
+    RESUME_MISSING,
+    Evidence,
+)
 from tests.core.plans import PEOPLE, manifest, observation
 
 BEFORE: PlanHeader = genesis(manifest()).header
@@ -88,18 +95,45 @@ def test_a_word_that_is_taken_back_does_not_count() -> None:
     assert [signed.signer for signed in evidence.of(MEMBERS[3])] == [PEOPLE[1].peer]
 
 
+def test_the_evidence_against_half_of_a_large_swarm_fits_into_a_review() -> None:
+    """65 of 130 accuse the other 65: all their words would be 4225, a Review has room for 4096."""
+    who = [Identity.from_seed(number.to_bytes(32, "big")) for number in range(1, 131)]
+    members = [Member(each.peer, 1) for each in who]
+    evidence = Evidence(who[0].peer)
+    evidence.begin_epoch(who[1].peer)
+    for target in members[65:]:
+        signed = observation(who[0], target, BEFORE)
+        for by in who[:65]:
+            evidence.add(by.peer, target, signed, 0.0)
+    gone_ = evidence.gone(members, {}, 0.0)
+    assert list(gone_) == sorted(members[65:], key=lambda member: member.peer)
+    assert all(2 <= len(evidence.of(member)) <= 3 for member in gone_)
+
+
+def test_the_step_coordinators_word_goes_into_the_review() -> None:
+    evidence = told((1, 3), reason=REPORT_MISSING)
+    gone(evidence, 5)
+    assert [signed.signer for signed in evidence.of(MEMBERS[3])] == [PEOPLE[1].peer]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 6), st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5))))
 def test_whoever_is_gone_would_be_gone_for_a_reviewer(
     members: int, words: set[tuple[int, int]]
 ) -> None:
     """A reviewer counts the leader, which votes, and the observers that the plan keeps: it needs
-    two, or as many as are kept."""
-    found = gone(told(*sorted(words)), members)
+    two, or as many as are kept. It gets no more than that, and who says it of itself."""
+    evidence = told(*sorted(words))
+    found = gone(evidence, members)
     kept = [n for n in range(members) if n not in found]
     for target in found:
-        counted = {by for by, of in words if of == target and by in [0, *kept]}
-        assert (target, target) in words or len(counted) >= min(2, max(1, len(kept)))
+        signers = [signed.signer for signed in evidence.of(MEMBERS[target])]
+        told_by = {by for by, of in words if of == target}
+        assert {MEMBERS.index(Member(signer, 1)) for signer in signers} <= told_by
+        assert len(signers) <= OBSERVERS + 2
+        counted = [by for by in [0, *kept] if MEMBERS[by].peer in signers]
+        assert (target, target) in words or len(set(counted)) >= min(2, max(1, len(kept)))
+        assert (target, target) not in words or MEMBERS[target].peer in signers
 
 
 def test_who_waits_for_others_is_not_given_up_for_the_resume_it_cannot_send() -> None:

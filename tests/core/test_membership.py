@@ -13,6 +13,9 @@ from swarm.core.evidence import REPORT_MISSING
 from swarm.core.membership import (
     ACCUSE_SECONDS,
     DEBOUNCE_SECONDS,
+    DIAL_SECONDS,
+    REACHED_SECONDS,
+    RTT_SAMPLES,
     Accuse,
     Answer,
     AskOthers,
@@ -24,6 +27,7 @@ from swarm.core.membership import (
     Probe,
 )
 from swarm.core.silence import SUSPICION_LEAST_SECONDS, SUSPICION_MOST_SECONDS
+from swarm.core.waiting import OVERDUE_SECONDS
 from tests.core.plans import PEOPLE, heartbeat, manifest, observation
 
 ME, ALICE, BOB, CAROL = (Member(who.peer, 1) for who in PEOPLE[:4])
@@ -32,12 +36,13 @@ BEFORE = genesis(manifest()).header
 
 
 def watching(*members: Member, coordinator: PeerId = "") -> Membership:
-    """Return who watches `members` since 0 and has heard and reached all of them then."""
+    """Return who watches `members` since 0 and has heard and reached all of them then; round trips
+    take no time."""
     membership = Membership(ME)
     assert membership.watch([ME, *members], 0.0, coordinator) == []
     for member in members:
         membership.link_open(member.peer, 0.0)
-        assert membership.heard(member, 0.0) == []
+        assert membership.heard(member, 0.0, 0.0) == []
     return membership
 
 
@@ -55,22 +60,39 @@ def until(
 # --- silence ------------------------------------------------------------------------------------
 
 
-def test_whoever_is_silent_is_asked_for_each_second_and_accused() -> None:
+def test_whoever_is_silent_is_probed_and_asked_for_each_second_and_then_accused() -> None:
     membership = watching(ALICE)
     effects = until(membership, 10.0)
-    assert [at for at, effect in effects if effect == AskOthers(ALICE)] == [
-        3.0,
-        4.0,
-        5.0,
-        6.0,
-        7.0,
-        8.0,
-        9.0,
-        10.0,
-    ]
+    seconds = [float(at) for at in range(3, 11)]
+    for effect in (Probe(ALICE), AskOthers(ALICE)):
+        assert [at for at, each in effects if each == effect] == seconds
     accusations = [(at, effect.reason) for at, effect in effects if isinstance(effect, Accuse)]
-    assert accusations == [(3.0, "has been silent for 3.0 s"), (8.0, "has been silent for 3.0 s")]
+    assert accusations == [(4.0, "has been silent for 3.0 s"), (9.0, "has been silent for 3.0 s")]
     assert membership.suspects == (ALICE.peer,)
+
+
+def test_who_has_only_stood_still_answers_the_probe_and_is_not_accused() -> None:
+    """Two standing still for 2.9 s, heard 0.9 s before and 0.1 s after that."""
+    membership = watching(ALICE, BOB)
+    effects = until(membership, 3.5)
+    assert [effect for _, effect in effects if isinstance(effect, Accuse)] == []
+    for member in (ALICE, BOB):
+        assert membership.heard(member, 3.9) == [Cleared(member)]
+    assert until(membership, 6.5, start=3.5) == []
+
+
+@pytest.mark.parametrize(("rtt", "is_open", "seconds"), [(0.5, True, 2.0), (0.3, False, 4.0)])
+def test_an_answer_has_the_time_of_its_round_trips(
+    rtt: float, is_open: bool, seconds: float
+) -> None:
+    membership = Membership(ME)
+    membership.watch([ME, ALICE], 0.0)
+    membership.link_open(ALICE.peer, 0.0)
+    membership.heard(ALICE, 0.0, rtt)
+    if not is_open:
+        membership.link_lost(ALICE.peer, "reset", 0.1)
+    accusations = [at for at, each in until(membership, 10.0) if isinstance(each, Accuse)]
+    assert accusations[0] == 3.0 + seconds
 
 
 def test_whoever_is_heard_again_is_cleared_once() -> None:
@@ -116,16 +138,54 @@ def test_patience_has_bounds(intervals: list[float]) -> None:
 def test_before_its_first_sound_a_member_has_most_time() -> None:
     membership = Membership(ME)
     membership.watch([ME, ALICE], 0.0)
-    effects = until(membership, 16.0)
-    assert effects[0][0] == SUSPICION_MOST_SECONDS
+    effects = until(membership, 21.0)
+    assert effects[0] == (SUSPICION_MOST_SECONDS, Probe(ALICE))
+    accusations = [at for at, effect in effects if isinstance(effect, Accuse)]
+    assert accusations == [SUSPICION_MOST_SECONDS + DIAL_SECONDS]
+
+
+def test_patience_outlasts_an_eviction() -> None:
+    membership = watching(ALICE)
+    for n in range(1, 21):
+        membership.heard(ALICE, 3.0 * n)
+    membership.watch([ME], 61.0)
+    membership.watch([ME, ALICE], 62.0)
+    membership.heard(ALICE, 62.0)
+    # About 3 s apart, less and less surely so: more than the 3 s of who was never seen before.
+    first = next(at for at, effect in until(membership, 80.0, start=62.0))
+    assert first - 62.0 > SUSPICION_LEAST_SECONDS
 
 
 def test_while_this_peer_stood_still_nobody_was_silent() -> None:
-    membership = watching(ALICE)
+    membership = watching(ALICE, BOB)
     until(membership, 2.0)
-    assert membership.expire(62.0) == []
-    assert membership.suspects == ()
-    assert until(membership, 64.5, start=62.0)[0] == (63.0, AskOthers(ALICE))
+    # It does not know for how long they had been silent before: it asks, and tells nobody.
+    assert [each for each in membership.expire(62.0) if isinstance(each, Accuse)] == []
+    assert membership.heard(ALICE, 62.1) == [Cleared(ALICE)]
+    effects = until(membership, 64.5, start=62.0)
+    accusations = [(at, each.target) for at, each in effects if isinstance(each, Accuse)]
+    assert accusations == [(63.0, BOB)]
+
+
+@pytest.mark.parametrize("pause", [0.6, 1.2, 60.0])
+def test_who_stands_still_while_a_suspect_answers_asks_again(pause: float) -> None:
+    membership = watching(ALICE, BOB)
+    until(membership, 3.5)
+    late = 4.0 + pause
+    assert membership.expire(late) == [
+        each for member in (ALICE, BOB) for each in (Probe(member), AskOthers(member))
+    ]
+    assert membership.heard(ALICE, late + 0.1) == [Cleared(ALICE)]
+    effects = until(membership, late + 1.5, start=late)
+    (accusation,) = [(at, each.target) for at, each in effects if isinstance(each, Accuse)]
+    assert accusation[0] == pytest.approx(late + 1.0)
+    assert accusation[1] == BOB
+
+
+def test_whoever_is_always_late_suspects_and_accuses_all_the_same() -> None:
+    membership = watching(ALICE)
+    effects = until(membership, 32.0, seconds=1.6)
+    assert [each.target for _, each in effects if isinstance(each, Accuse)][:1] == [ALICE]
 
 
 def test_deadlines_are_kept() -> None:
@@ -134,11 +194,11 @@ def test_deadlines_are_kept() -> None:
     assert membership.deadline == 3.0
     effects: list[tuple[float, Effect]] = []
     calls = 0
-    while (now := membership.deadline) <= 8.0:
+    while (now := membership.deadline) <= 9.0:
         effects += [(now, effect) for effect in membership.expire(now)]
         calls += 1
-    assert [at for at, effect in effects if isinstance(effect, Accuse)] == [3.0, 8.0]
-    assert calls <= 12
+    assert [at for at, effect in effects if isinstance(effect, Accuse)] == [4.0, 9.0]
+    assert calls <= 14
     assert Membership(ME).deadline == math.inf
 
 
@@ -156,6 +216,15 @@ def test_a_lost_link_is_no_death_but_a_refused_redial_after_it_is_suspicious() -
         Accuse(ALICE, reason),
     ]
     assert membership.dial_refused(ALICE.peer, "refused", 1.2) == []
+
+
+def test_who_is_silent_and_then_not_there_is_accused_at_once() -> None:
+    membership = watching(ALICE)
+    until(membership, 3.5)
+    membership.link_lost(ALICE.peer, "reset", 3.6)
+    membership.ping_for(BOB.peer, ALICE, 3.6)
+    reason = "its link was lost (reset) and nobody listens (refused)"
+    assert Accuse(ALICE, reason) in membership.dial_refused(ALICE.peer, "refused", 3.6)
 
 
 def test_after_a_reconnection_a_refused_dial_means_nothing() -> None:
@@ -199,7 +268,7 @@ def test_only_members_of_the_newest_plan_are_watched() -> None:
     membership = watching(ALICE, BOB)
     assert membership.watch([ME, BOB], 1.0) == []
     membership.heard(BOB, 1.0)
-    effects = until(membership, 5.0, start=1.0)
+    effects = until(membership, 5.5, start=1.0)
     assert {effect.target for _, effect in effects if isinstance(effect, Accuse)} == {BOB}
     assert membership.silent_seconds(BOB.peer, 5.0) == 4.0
     assert membership.silent_seconds(ALICE.peer, 5.0) == 0.0
@@ -214,13 +283,30 @@ def test_silence_outlasts_a_plan_and_is_told_anew() -> None:
     assert Accuse(ALICE, "has been silent for 3.0 s") in membership.expire(4.2)
 
 
-def test_round_trips_are_smoothed() -> None:
+def test_a_plan_does_not_hurry_who_has_yet_to_answer() -> None:
     membership = watching(ALICE)
+    until(membership, 3.0)
+    membership.watch([ME, ALICE], 3.1)
+    assert membership.expire(3.2) == []
+    assert Accuse(ALICE, "has been silent for 3.0 s") in membership.expire(4.0)
+
+
+def test_a_round_trip_that_waited_for_something_else_does_not_count() -> None:
+    membership = Membership(ME)
     assert membership.rtt_seconds(ALICE.peer) == 0.0
-    membership.heard(ALICE, 1.0, 0.08)
+    membership.heard(ALICE, 1.0, 2.5)  # it was dialled first
+    assert membership.rtt_seconds(ALICE.peer) == 2.5
+    membership.heard(ALICE, 2.0, 0.08)
+    for late in (4.0, 3.0, 2.0):  # it stood still
+        membership.heard(ALICE, 6.0, late)
     assert membership.rtt_seconds(ALICE.peer) == 0.08
-    membership.heard(ALICE, 2.0, 0.16)
-    assert membership.rtt_seconds(ALICE.peer) == pytest.approx(0.09)
+
+
+def test_a_way_that_has_become_longer_is_noticed_after_a_while() -> None:
+    membership = Membership(ME)
+    for n, rtt in enumerate([0.08] + [1.5] * RTT_SAMPLES):
+        membership.heard(ALICE, float(n), rtt)
+    assert membership.rtt_seconds(ALICE.peer) == 1.5
 
 
 # --- for others ---------------------------------------------------------------------------------
@@ -237,6 +323,8 @@ def test_who_is_heard_on_an_open_link_is_reached() -> None:
 
 def test_a_probe_is_answered_by_a_sound_a_failure_or_in_a_second() -> None:
     membership = Membership(ME)
+    membership.link_open(ALICE.peer, 0.0)
+    membership.heard(ALICE, 0.0, 0.0)
     for asker in (CAROL, BOB):
         assert membership.ping_for(asker.peer, ALICE, 0.0) == [Probe(ALICE)]
     assert membership.deadline == 1.0
@@ -252,6 +340,37 @@ def test_a_probe_is_answered_by_a_sound_a_failure_or_in_a_second() -> None:
     assert membership.expire(2.9) == []
     assert membership.expire(3.0) == [Answer(BOB.peer, ALICE, "does not answer a ping")]
     assert membership.expire(3.1) == []
+
+
+@pytest.mark.parametrize("one_way", [0.05, 0.1, 0.15, 0.2, 0.5])
+def test_a_probe_allows_for_dialling(one_way: float) -> None:
+    """Dialling takes TCP, TLS and Hello one round trip each, and the ping itself another."""
+    membership = Membership(ME)
+    membership.ping_for(BOB.peer, ALICE, 0.0)
+    answered = 8 * one_way
+    assert until(membership, answered, seconds=answered / 8) == []
+    assert membership.heard(ALICE, answered) == [Answer(BOB.peer, ALICE, "")]
+
+
+def test_what_else_is_wrong_with_a_member_is_an_answer() -> None:
+    """The target answers: that would take back the word that is out."""
+    membership = watching(ALICE, BOB)
+    membership.resume_missing(ALICE, 1.0)
+    expected = Answer(BOB.peer, ALICE, "sent no Resume")
+    assert membership.ping_for(BOB.peer, ALICE, 1.0) == [expected]
+
+
+def test_who_told_an_asker_that_a_member_does_not_answer_takes_it_back() -> None:
+    """Though it has not come to suspect it itself."""
+    membership = watching(ALICE, BOB)
+    membership.expire(1.0)
+    membership.link_lost(ALICE.peer, "reset", 1.0)
+    membership.ping_for(BOB.peer, ALICE, 1.0)
+    assert membership.probe_failed(ALICE.peer, "timed out") == [
+        Answer(BOB.peer, ALICE, "timed out")
+    ]
+    assert membership.heard(ALICE, 1.5) == [Cleared(ALICE)]
+    assert membership.heard(ALICE, 1.6) == []
 
 
 def test_another_boot_is_no_answer() -> None:
@@ -300,41 +419,27 @@ def test_a_plan_settles_what_a_member_owed() -> None:
     assert membership.suspects == ()
 
 
-def test_of_those_who_wait_for_each_other_the_last_is_overdue() -> None:
+def test_whoever_is_overdue_is_accused_once() -> None:
     membership = watching(ALICE, BOB, CAROL)
     said = {
         ALICE.peer: heartbeat(awaits=(BOB.peer,), awaits_seconds=31.0),
-        BOB.peer: heartbeat(awaits=(CAROL.peer,), awaits_seconds=31.0),
-        CAROL.peer: heartbeat(),
+        BOB.peer: heartbeat(),
     }
-    reason = f"{BOB.peer} has waited for it for 31 s"
-    assert membership.overdue(said, 0.1, 0.0) == [Accuse(CAROL, reason)]
-    assert membership.overdue(said, 0.1, 0.1) == []
+    assert membership.overdue(said, 0.1, 0.0) == []
+    reason = f"{ALICE.peer} has waited for it for 31 s"
+    assert membership.overdue(said, 0.1, OVERDUE_SECONDS) == [Accuse(BOB, reason)]
+    assert membership.overdue(said, 0.1, OVERDUE_SECONDS) == []
 
 
-@pytest.mark.parametrize(
-    ("waits", "theirs", "predicted"),
-    [(29.0, 0.0, 0.1), (31.0, 5.0, 0.1), (31.0, 0.0, 2.0)],
-)
-def test_who_computes_or_has_time_left_is_not_overdue(
-    waits: float, theirs: float, predicted: float
-) -> None:
-    said = {
-        ALICE.peer: heartbeat(awaits=(BOB.peer,), awaits_seconds=waits),
-        BOB.peer: heartbeat(task_seconds=theirs),
-    }
-    assert watching(ALICE, BOB).overdue(said, predicted, 0.0) == []
-
-
-def test_whom_the_waiting_peer_does_not_hear_is_overdue_though_all_wait_in_a_ring() -> None:
-    """Its frames reach others only: it waits for who waits for the one that does not hear it."""
+def test_what_the_silent_said_last_is_no_evidence() -> None:
     membership = watching(ALICE, BOB)
     said = {
-        ALICE.peer: heartbeat(awaits=(BOB.peer,), awaits_seconds=31.0, suspects=(BOB.peer,)),
-        BOB.peer: heartbeat(awaits=(ALICE.peer,), awaits_seconds=31.0),
+        ALICE.peer: heartbeat(awaits=(BOB.peer,), awaits_seconds=31.0),
+        BOB.peer: heartbeat(),
     }
-    reason = f"{ALICE.peer} has waited for it for 31 s"
-    assert membership.overdue(said, 0.1, 0.0) == [Accuse(BOB, reason)]
+    for n in range(10):
+        membership.heard(BOB, float(n))
+        assert membership.overdue(said, 0.1, float(n)) == [] or n <= REACHED_SECONDS
 
 
 def test_a_missing_report_loses_work_and_the_second_running_is_a_word_against_its_sender() -> None:
@@ -385,13 +490,40 @@ def test_a_leader_that_hears_a_suspect_again_takes_its_own_word_back() -> None:
     assert membership.gone(EVERYBODY, 1.3) == {}
 
 
+def test_who_reaches_a_suspect_again_takes_its_word_back() -> None:
+    """Of two short cuts, one after the other, neither is evidence during the other."""
+    membership = watching(ALICE, BOB, CAROL)
+    observed(membership, 1, CAROL, 3.0)
+    membership.withdrawn(ALICE.peer, CAROL)
+    observed(membership, 2, CAROL, 13.0)
+    assert membership.gone(EVERYBODY, 13.0) == {}
+
+
+def test_what_a_peer_says_of_itself_stays_said() -> None:
+    membership = watching(ALICE, BOB, CAROL)
+    observed(membership, 3, CAROL, 3.0)
+    membership.withdrawn(CAROL.peer, CAROL)
+    assert membership.gone(EVERYBODY, 3.0) == {CAROL: "is silent"}
+
+
+@pytest.mark.parametrize(
+    ("by", "target"), [(4, CAROL), (1, Member(PEOPLE[4].peer, 1)), (1, Member(CAROL.peer, 2))]
+)
+def test_only_members_have_a_word_and_only_about_members(by: int, target: Member) -> None:
+    membership = watching(ALICE, BOB, CAROL)
+    observed(membership, by, target, 3.0)
+    observed(membership, 2, target, 3.0)
+    assert membership.gone([*EVERYBODY, target], 3.0) == {}
+    assert len(membership.evidence(target)) <= 1
+
+
 def test_hearing_a_suspect_does_not_take_back_what_else_is_wrong_with_it() -> None:
     membership = watching(ALICE, BOB, CAROL)
     membership.stuck(CAROL, heartbeat(task_seconds=40.0), 0.1, 0.0)
     for by in (0, 2):
         observed(membership, by, CAROL, 0.0)
     until(membership, 3.0)
-    assert membership.heard(CAROL, 3.1) == [Cleared(CAROL)]
+    assert membership.heard(CAROL, 3.1) == []
     assert membership.gone(EVERYBODY, 3.1) == {CAROL: "is silent"}
 
 

@@ -143,6 +143,14 @@ def test_what_is_complete_stays_complete() -> None:
     assert verdict(back, previous=before) == ""
 
 
+def test_a_run_has_ended_when_its_last_version_is_complete() -> None:
+    early = completing_plan(FOUR.body, COMPLETE, ended=True)
+    assert verdict(Known(FOUR_AGAIN.header, early)).startswith("ended: version 5 is complete")
+    last = Completed(RUN.training.steps, COMPLETE.layer_hashes)
+    done = completing_plan(FOUR.body, last, ended=True)
+    assert verdict(Known(FOUR_AGAIN.header, done)) == ""
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_memory_holds_the_state_of_a_stage(works: bool) -> None:
     """A stage of two layers of 16 bytes takes 192 bytes with AdamW."""
@@ -182,6 +190,21 @@ def test_only_a_repair_goes_back_and_to_what_is_complete(
     header = replace(REPAIR.header, **changed)
     found = review(header, REPAIR.body, SEEN_BY_TWO, FOUR, CONTEXT)
     assert found.startswith(refusal) and bool(found) == bool(refusal)
+
+
+def test_within_a_lineage_the_swarm_goes_on_from_where_the_plan_before_did() -> None:
+    """A rollback to version 5, or a planned change with step 6, which begins at version 5."""
+    back = Known(replace(FOUR.header, kind="repair", from_step=5), FOUR.body)
+    change = Known(replace(FOUR.header, kind="planned", from_step=6), FOUR.body)
+    for before in (back, change):
+        for from_step, good in ((4, False), (5, True), (6, True)):
+            after = Known(
+                replace(REPAIR.header, predecessor=before.header.hash, from_step=from_step),
+                REPAIR.body,
+            )
+            refusal = verdict(after, SEEN_BY_TWO, previous=before)
+            assert refusal.startswith("from_step: 4, the plan before") != good
+            assert bool(refusal) != good
 
 
 def test_stages_keep_their_layers_within_a_lineage() -> None:

@@ -24,6 +24,7 @@ from swarm.core.planning import Candidate, first_plan
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_join, check_plan, refusal_of
 from tests.core.plans import (
     PEOPLE,
+    candidate,
     candidates,
     manifest,
     record,
@@ -122,13 +123,13 @@ def pair(
     run = manifest(run=training(determinism=determinism))
     founder, other = candidates(2, run)
     theirs = Candidate(other.record, replace(other.request, **changed), other.signed_request)
-    return theirs, founder, refusal_of(theirs, founder, run)
+    return theirs, founder, refusal_of(theirs, [founder], run)
 
 
 def test_equal_peers_are_let_in_and_the_founder_always() -> None:
     theirs, _, refusal = pair()
     assert refusal == ""
-    assert refusal_of(theirs, None, MANIFEST) == ""
+    assert refusal_of(theirs, [], MANIFEST) == ""
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,17 @@ def test_the_data_is_the_same_where_there_is_any() -> None:
     assert pair(data_digest=b"e" * 32)[2] == (
         f"the data differs: your digest is {'65' * 32}, the swarm's is {'64' * 32}"
     )
+
+
+def test_whoever_has_the_data_agrees_with_the_first_that_has_it() -> None:
+    """Also where the first member has none."""
+    without, one, other = (
+        candidate(who, MANIFEST, request(who, MANIFEST.run, digest=digest))
+        for who, digest in zip(PEOPLE[:3], (b"", b"1" * 32, b"2" * 32), strict=True)
+    )
+    assert refusal_of(other, [without], MANIFEST) == ""
+    assert refusal_of(other, [without, one], MANIFEST).startswith("the data differs")
+    assert refusal_of(without, [one], MANIFEST) == ""
 
 
 def test_a_refusal_fits_into_an_answer() -> None:

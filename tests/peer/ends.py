@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import trio
 
 from protocol.connection import Received
-from protocol.messages import GetListing, GetState, Message, Microbatch, Reply, Totals
+from protocol.messages import GetListing, GetState, Listing, Message, Microbatch, Reply, Totals
 from protocol.signing import Identity, PeerId
 from swarm.adapters.tls import TlsTransport
 from swarm.core.holding import Holding
@@ -44,6 +45,10 @@ class Giver:
     """After so many answers it goes."""
     pause_at: int = -1
     """After so many answers it sets `paused` and waits for `go_on`."""
+    claims_bytes: int = 0
+    """Say that every piece has so many, if not 0."""
+    gives_any_state: bool = False
+    """Give what is held, though another state is asked for."""
     asked: list[tuple[int, int]] = field(default_factory=list)
     """Number and offset of what it has given."""
     listed: list[GetListing] = field(default_factory=list)
@@ -53,7 +58,7 @@ class Giver:
     complaints: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        identity = Identity.from_seed(bytes([self.number]) * 32)
+        self.identity = identity = Identity.from_seed(bytes([self.number]) * 32)
         self.me: PeerId = identity.peer
         self.process = Process(self.number, self.me, 1)
         self.checkpoints = SimCheckpoints(SimDisk(), self.process, lambda *_: None)
@@ -82,8 +87,21 @@ class Giver:
     async def handle(self, peer: PeerId, boot: int, received: Received, answer: Answer) -> None:
         match received.message:
             case GetListing():
-                self.listed.append(received.message)
-                self.links.start_soon(self.donor.list, received.message, answer)
+                message = received.message
+                self.listed.append(message)
+                if self.gives_any_state:
+                    message = msgspec.structs.replace(message, state_hash=b"")
+
+                def say(reply: Reply, payloads: Sequence[Buffer]) -> None:
+                    if self.claims_bytes and isinstance(reply, Listing):
+                        pieces = tuple(
+                            msgspec.structs.replace(each, nbytes=self.claims_bytes)
+                            for each in reply.pieces
+                        )
+                        reply = msgspec.structs.replace(reply, pieces=pieces)
+                    answer(reply, payloads)
+
+                self.links.start_soon(self.donor.list, message, say)
             case GetState():
                 self.links.start_soon(self._give, received.message, answer)
             case _:

@@ -9,14 +9,24 @@ import trio
 import trio.testing
 
 from protocol.messages import Commit, Fence, Resume, Settlement, Totals
-from protocol.records import Generation, Member, PlanBody, StagePlan, StandbyPlan, TensorSpec
+from protocol.records import (
+    JOIN_REQUEST_PURPOSE,
+    Generation,
+    Member,
+    PlanBody,
+    StagePlan,
+    StandbyPlan,
+    TensorSpec,
+    sign_record,
+)
 from swarm.core.holding import Holding
 from swarm.peer.follower import Follower
 from swarm.simulation.physics import Physics, integer_training
-from tests.core.plans import body
-from tests.peer.ends import HASH, RANGES, STAGE, Giver, totals_of, with_givers
+from tests.core.plans import body, record, request
+from tests.peer.ends import HASH, RANGES, RUN, STAGE, Giver, totals_of, with_givers
 
 PHYSICS = Physics(integer_training(steps=9, microbatches=2), layers=3)
+OTHER_PHYSICS = Physics(PHYSICS.training, layers=3, elements=4)
 SKIPPING = Physics(
     integer_training(steps=9, microbatches=2), layers=3, nonfinite=frozenset({(1, 0, 2)})
 )
@@ -78,8 +88,13 @@ def plan_of(givers: Sequence[Giver], me: Giver) -> PlanBody:
         StagePlan(first, last, stage.replicas, stage.shares, TensorSpec("float32", (8,)))
         for (first, last), stage in zip(RANGES, found.stages, strict=True)
     )
+    own = me.identity
     return msgspec.structs.replace(
-        found, stages=stages, standby=(StandbyPlan(Member(me.me, 1), STAGE),)
+        found,
+        members=(record(own, RUN),),
+        requests=(sign_record(own, JOIN_REQUEST_PURPOSE, request(own, RUN, seconds=(1.0,) * 3)),),
+        stages=stages,
+        standby=(StandbyPlan(Member(me.me, 1), STAGE),),
     )
 
 
@@ -99,6 +114,7 @@ def follow(
         follower = Follower(
             stage=STAGE,
             body=plan_of(givers, me),
+            shape=physics.shape,
             lineage=0,
             holding=holding,
             executor=me.executor,
@@ -174,6 +190,29 @@ def test_after_a_gap_a_standby_begins_anew(tmp_path: Path) -> None:
     follow(tmp_path, scenario)
 
 
+def test_of_many_steps_that_have_passed_only_the_last_gradient_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    """The group does not wait for who follows it, and what piles up meanwhile is bounded."""
+
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0)
+        await standby.moved.wait()
+        totals = totals_of(PHYSICS, 0)
+        for step in range(20_000):
+            standby.tell(step, totals)
+        await trio.testing.wait_all_tasks_blocked(QUIET_SECONDS)
+        gradients = [
+            asked.version
+            for each in standby.givers
+            for asked in each.listed
+            if asked.kind == "gradient"
+        ]
+        assert gradients == [19_999] * 2
+
+    follow(tmp_path, scenario)
+
+
 def test_what_one_replica_cannot_give_another_gives(tmp_path: Path) -> None:
     async def scenario(standby: Standby) -> None:
         standby.resume(0)
@@ -187,6 +226,25 @@ def test_what_one_replica_cannot_give_another_gives(tmp_path: Path) -> None:
         # By their gradients, and not by fetching the state again.
         kinds = [(each.kind, each.version) for each in standby.givers[1].listed]
         assert kinds == [("state", 0), ("gradient", 0), ("gradient", 1)]
+
+    follow(tmp_path, scenario)
+
+
+def test_a_state_that_does_not_fit_is_asked_of_another_replica(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        odd = standby.givers[0]
+        odd.use(OTHER_PHYSICS)
+        await odd.hold()
+        standby.resume(0)
+        await standby.moved.wait()
+        standby.check_equal()
+        # Its gradients do not fit either: the other's do, and else it begins anew.
+        for step in range(3):
+            for each in standby.givers:
+                await each.commit(totals_of(each.physics, step))
+            standby.tell(step, totals_of(PHYSICS, step))
+            await standby.until(step + 1)
+            standby.check_equal()
 
     follow(tmp_path, scenario)
 

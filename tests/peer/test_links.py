@@ -282,6 +282,25 @@ def test_both_sides_are_told_of_every_link_with_the_others_boot(tmp_path: Path) 
     between(tmp_path, scenario, boot=7)
 
 
+def test_what_is_said_goes_to_the_newest_start_of_a_peer(tmp_path: Path) -> None:
+    """Also while the link to an older one, whose machine has vanished, is still open."""
+
+    async def scenario(pair: Pair) -> None:
+        one, other = pair.one, pair.other
+        async with trio.open_nursery() as nursery:
+            again = End(other.identity, tmp_path, boot=2)
+            await nursery.start(again.run)
+            for start in (other, again):
+                start.links.know(one.identity.peer, (one.address,))
+                start.links.post(one.identity.peer, Ping(number=start.boot))
+                await one.heard.receive()
+            one.links.post(other.identity.peer, Ping(number=3))
+            assert (await again.heard.receive())[1].message == Ping(number=3)
+            nursery.cancel_scope.cancel()
+
+    between(tmp_path, scenario)
+
+
 async def free_address() -> str:
     """Return an address at which nobody listens."""
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")

@@ -1,6 +1,6 @@
 """State and gradients from peer to peer: several donors, and donors that die, lie or disagree."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from protocol.messages import GetListing, StateKind
 from protocol.signing import Identity
 from swarm.core.holding import Holding
-from swarm.peer.state import Fetched, NobodyHas, fetch
+from swarm.peer.state import Fetched, NobodyHas, fetch, fetch_into
+from swarm.ports import Buffer
 from swarm.simulation.physics import Physics, Reference, integer_training
 from tests.peer.ends import HASH, RANGES, STAGE, Giver, gradient_of, totals_of, with_givers
 
@@ -18,6 +19,10 @@ PHYSICS = Physics(integer_training(steps=6, microbatches=2), layers=3)
 OTHER_PHYSICS = Physics(PHYSICS.training, layers=3, elements=4)
 FIRST, LAST = RANGES[STAGE]
 CHUNK = 16
+LARGEST = {
+    "state": dict.fromkeys(range(FIRST, LAST), 1000),
+    "gradient": {bucket: len(data) for bucket, data in gradient_of(PHYSICS, 0).items()},
+}
 OTHER_HASH = b"o" * 32
 
 
@@ -46,7 +51,8 @@ async def fetched_from(
     asker: Giver, givers: Sequence[Giver], wanted: GetListing, state_hash: bytes = b""
 ) -> Fetched:
     donors = [each.me for each in givers]
-    return await fetch(asker.links, donors, replace(wanted, state_hash=state_hash))
+    wanted = replace(wanted, state_hash=state_hash)
+    return await fetch(asker.links, donors, wanted, LARGEST[wanted.kind])
 
 
 @pytest.fixture
@@ -118,6 +124,48 @@ def test_a_donor_that_sends_other_bytes_is_left(tmp_path: Path) -> None:
     with_givers(tmp_path, scenario, 2, PHYSICS)
 
 
+def test_a_donor_that_claims_more_bytes_than_a_layer_has_is_not_asked_for_them(
+    tmp_path: Path,
+) -> None:
+    async def scenario(asker: Giver, givers: list[Giver]) -> None:
+        liars, honest = givers[:2], givers[2]
+        for each in liars:
+            each.claims_bytes = 1 << 37  # nobody has the memory for it
+        found = await fetched_from(asker, givers, listing())
+        assert (plain(found), found.donors) == (states(0), (honest.me,))
+        with pytest.raises(NobodyHas, match=f"claims that piece 0 has {1 << 37} bytes"):
+            await fetched_from(asker, liars, listing())
+        for number in (FIRST - 1, LAST):
+            largest = {**LARGEST["state"], number: 1000}
+            with pytest.raises(NobodyHas, match=r"lists pieces \[0, 1\] instead of"):
+                await fetch(asker.links, [honest.me], listing(), largest)
+
+    with_givers(tmp_path, scenario, 3, PHYSICS)
+
+
+def test_who_gives_what_does_not_fit_is_left_and_others_are_asked(tmp_path: Path) -> None:
+    async def scenario(asker: Giver, givers: list[Giver]) -> None:
+        odd, honest = givers[:2], givers[2]
+        for each in odd:
+            each.use(OTHER_PHYSICS)
+            await each.hold()
+        donors, largest = [each.me for each in givers], LARGEST["state"]
+
+        async def load(pieces: Mapping[int, Buffer]) -> None:
+            await asker.executor.load(RANGES, STAGE, 0, pieces)
+
+        found = await fetch_into(load, asker.links, donors, listing(), largest)
+        assert found.donors == (honest.me,)
+        assert plain(found) == states(0)
+        assert await asker.executor.snapshot(0) == found.pieces
+        with pytest.raises(NobodyHas) as caught:
+            await fetch_into(load, asker.links, donors[:2], listing(), largest)
+        for each in odd:
+            assert f"{each.me}  gave what does not fit" in str(caught.value)
+
+    with_givers(tmp_path, scenario, 3, PHYSICS)
+
+
 def test_of_donors_that_disagree_the_largest_group_gives(tmp_path: Path) -> None:
     async def scenario(asker: Giver, givers: list[Giver]) -> None:
         for odd in (0, 2):
@@ -143,6 +191,12 @@ def test_only_donors_of_the_wanted_state_give(tmp_path: Path) -> None:
         assert found.listing.state_hash == HASH
         with pytest.raises(NobodyHas) as caught:
             await fetched_from(asker, givers[1:], listing(), HASH)
+        assert str(caught.value).count("state of version 0 is not held here") == 2
+        # Who gives it all the same is not believed.
+        for each in givers[1:]:
+            each.gives_any_state = True
+        with pytest.raises(NobodyHas) as caught:
+            await fetched_from(asker, givers[1:], listing(), HASH)
         for each in givers[1:]:
             assert f"{each.me}  holds another state" in str(caught.value)
 
@@ -166,9 +220,10 @@ def test_what_nobody_holds_is_told_with_what_each_has_answered(tmp_path: Path) -
             assert str(caught.value).count(words) == 2
         stranger = Identity.from_seed(b"s" * 32).peer
         with pytest.raises(NobodyHas, match=f"{stranger}  no address is known"):
-            await fetch(asker.links, [stranger], listing())
+            await fetch(asker.links, [stranger], listing(), LARGEST["state"])
         # Who is not there spoils nothing.
-        found = await fetch(asker.links, [stranger, *(each.me for each in givers)], listing())
+        everybody = [stranger, *(each.me for each in givers)]
+        found = await fetch(asker.links, everybody, listing(), LARGEST["state"])
         assert plain(found) == states(0)
 
     with_givers(tmp_path, scenario, 2, PHYSICS)

@@ -15,10 +15,12 @@ from swarm.errors import (
     AddressError,
     ConfigError,
     DataError,
+    ExportError,
     HomeError,
     JoinError,
     ModelError,
     NotRunning,
+    RecoveryError,
     RunHalted,
 )
 from tests.processes.swarms import (
@@ -70,6 +72,49 @@ def test_data_that_is_missing(tmp_path: Path) -> None:
         finished = swarm(arguments[0], path, *arguments[1:])
         assert finished.code == DataError.exit_code
         told(finished, "/nowhere/at/all")
+
+
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(manifest(GPT, steps=10**6))
+    finished = swarm("reference", path, "--out", tmp_path / "no" / "weights")
+    assert finished.code == ExportError.exit_code
+    told(finished, str(tmp_path / "no" / "weights"))
+
+
+def test_a_recovery_key_that_is_not_there(tmp_path: Path) -> None:
+    home = found(tmp_path / "home", manifest(GPT), peers=1)
+    finished = swarm("recover", "--home", home, "--key", tmp_path / "no.key")
+    assert finished.code == RecoveryError.exit_code
+    told(finished, str(tmp_path / "no.key"))
+
+
+def test_nobody_has_to_read_what_a_command_says(tmp_path: Path) -> None:
+    home = found(tmp_path / "home", manifest(GPT), peers=1)
+    (home / "peer.toml").write_text(
+        (home / "peer.toml").read_text().replace("127.0.0.1:0", "127.0.0.1:31337")
+    )
+    asked = subprocess.Popen(
+        command("invite", "--home", home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert asked.stdout is not None
+    asked.stdout.close()
+    _, complaint = asked.communicate(timeout=60)
+    assert (asked.returncode, complaint) == (0, b"")
+
+
+def test_hints_of_an_earlier_start_that_are_damaged_are_not_used(tmp_path: Path) -> None:
+    home = found(tmp_path / "home", manifest(GPT, steps=1), peers=1)
+    (home / "state" / "dht-port").write_bytes(b"\xff")
+    (home / "state" / "invitation").write_bytes(b"\xff")
+    (home / "dht-sockets").write_bytes(b"\xff")
+    with Peer(home).ready() as peer:
+        peer.status_when(lambda status: status["phase"] == "ended")
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

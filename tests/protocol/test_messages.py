@@ -56,9 +56,11 @@ from protocol.messages import (
 )
 from protocol.packing import canonical, unpack
 from protocol.records import (
+    MAX_LETTER_BYTES,
     Ballot,
     Consent,
     Generation,
+    Letter,
     Member,
     Observation,
     Signed,
@@ -169,7 +171,10 @@ FULLEST = [
     Full(LostWork(generation=GENERATION, epoch=LARGEST, peer=PEER)),
     Full(Leave(boot=LARGEST)),
     Full(
-        Forwarded(source=PEER, boot=LARGEST, target=PEER, frame=b"f" * 32 * 1024),
+        Forwarded(
+            target=PEER,
+            letter=signed(Letter(b"r" * 32, LARGEST, PEER, LARGEST, b"f" * MAX_LETTER_BYTES)),
+        ),
         "a frame as long as is passed on",
     ),
     Full(

@@ -176,6 +176,25 @@ def test_who_does_not_accumulate_computes_and_changes_nothing() -> None:
     with_swarm(scenario)
 
 
+def test_what_nobody_takes_back_is_not_kept_and_what_is_left_at_a_commit_is_noticed() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        stage, mb = swarm.stages[0], Microbatch(0, 0)
+        inputs = memoryview(swarm.physics.sample((1, 2))[0])
+        await stage.forward(mb, inputs, keep=False)
+        with pytest.raises(ValueError, match="no forward of 0/0"):
+            await stage.backward(mb, inputs, 1)
+        await stage.forward(mb, inputs)
+        await stage.flag(mb, "layers.3", 1, accumulate=False)
+        with pytest.raises(ValueError, match="no forward of 0/0"):
+            await stage.backward(mb, inputs, 1)
+        swarm.complaints.clear()
+        await stage.forward(mb, inputs)
+        await stage.commit(0, Totals(1, 0.0, (), "skip", None))
+        assert any("activations are left of 0/0" in text for text in swarm.complaints)
+
+    with_swarm(scenario)
+
+
 def test_a_tensor_of_another_version_is_noticed_where_it_arrives() -> None:
     async def scenario(swarm: Swarm) -> None:
         stale = await swarm.stages[0].forward(

@@ -47,17 +47,24 @@ def test_checkpoints_are_whole_or_not_there() -> None:
         disk, writer = SimDisk(), process(0)
         written: list[int] = []
         checkpoints = SimCheckpoints(disk, writer, lambda _, version, __: written.append(version))
-        weights, states = {1: memoryview(b"w1"), 0: memoryview(b"w0")}, {0: memoryview(b"s0")}
+        weights, states = (
+            {1: memoryview(b"w1"), 0: memoryview(b"w0")},
+            {0: memoryview(b"s0"), 1: memoryview(b"s1")},
+        )
         hashes = await checkpoints.write(0, 4, weights, states, b"h")
         assert hashes == tuple(hashlib.sha256(data).digest() for data in (b"w0", b"w1"))
-        assert await checkpoints.held() == ((0, 4, b"h", (0,)),)
+        assert await checkpoints.held() == ((0, 4, b"h", (0, 1), hashes),)
         assert await checkpoints.read("weights", 0, 4, 1) == b"w1"
         assert await checkpoints.read("state", 0, 4, 0) == b"s0"
-        assert await checkpoints.read("state", 0, 4, 1) is None
+        assert await checkpoints.read("state", 0, 4, 2) is None
         assert await checkpoints.read("weights", 1, 4, 1) is None
         disk.damaged.add((0, 4, 1))
         with pytest.raises(HomeError):
             await checkpoints.read("weights", 0, 4, 1)
+        disk.is_full = True
+        with pytest.raises(HomeError, match="No space left"):
+            await checkpoints.write(0, 5, weights, states, b"j")
+        disk.is_full = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(checkpoints.write, 0, 6, weights, states, b"i")
             await trio.sleep(0.001)

@@ -45,6 +45,8 @@ class Case:
     faults: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
     """What a peer does wrong for the situation to come about, with and without the mutant."""
     stages: int = 2
+    chances: int = 1
+    """Of so many seeds one at least notices it, where what is late has to come at a bad moment."""
     microbatches: int = 8
     """Of a step: with more of them a step lasts longer than what is late in it."""
 
@@ -238,7 +240,7 @@ def _forward(feeder: Feeder, read: _Read) -> Forward:
 # --- tests ----------------------------------------------------------------------------------
 
 CASES = (
-    Case(mutants.without_fence, late_forward, "A7", microbatches=32),
+    Case(mutants.without_fence, late_forward, "A7", chances=8, microbatches=32),
     Case(mutants.without_boots, quick_restart, "A7"),
     Case(mutants.resume_early, slow_replica, "A7"),
     Case(mutants.count_again, undisturbed, "A5", feeds_twice, stages=1),
@@ -252,9 +254,19 @@ CASES = (
 def test_a_broken_rule_is_noticed(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case.faults(monkeypatch)
     case.mutant(monkeypatch)
-    with pytest.raises(SimulationFailure) as caught:
+    rules = (
+        rule_broken(chance, case) for chance in range(seed, len(SEEDS) * case.chances, len(SEEDS))
+    )
+    assert next(filter(None, rules), "") == case.rule
+
+
+def rule_broken(seed: int, case: Case) -> str:
+    """Return what a run violates; "" if nothing."""
+    try:
         live(seed, case)
-    assert caught.value.rule == case.rule
+    except SimulationFailure as failure:
+        return failure.rule
+    return ""
 
 
 @pytest.mark.parametrize("seed", SEEDS)

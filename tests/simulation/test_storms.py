@@ -54,6 +54,12 @@ def test_storms_pass(seed: int) -> None:
     run_seed(seed)
 
 
+@pytest.mark.parametrize("seed", [1010])
+def test_what_storms_have_found_stays_mended(seed: int) -> None:
+    """1010: what a stage has flagged itself comes back when its step is over."""
+    run_seed(seed)
+
+
 @pytest.mark.parametrize(
     ("pair", "both"), [((0, 1), True), ((0, 2), False), ((2, 3), True), ((1, 2), False)]
 )

@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 import trio
 
+from protocol.records import PlanBody
+from swarm.core.model import Profile
+from swarm.core.planning import candidates_of, members_of, version_before
+from swarm.core.verification import JOIN_REQUEST_EPOCHS
+from swarm.peer.control import Control
+from swarm.simulation.executor import SimExecutor
+from swarm.simulation.fakes import SimCheckpoints
 from swarm.simulation.network import Weather
 from swarm.simulation.physics import Physics, integer_training
 from swarm.simulation.scenarios import STROKES, draw_storm, run_storm
@@ -76,6 +83,158 @@ def test_voters_far_from_each_other_are_patient() -> None:
     World(1, options(weather=Weather(0.4, 0.0))).run(listened)
     assert len(patience) >= 2
     assert min(patience) > 6.0  # the leader was heard less than 2 s ago
+
+
+def test_a_voter_that_still_measures_keeps_the_leader_in_office(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a council of three one is dead, and another has started again and measures for long."""
+    physics = Physics(integer_training(steps=2000, microbatches=4))
+    measure, led = SimExecutor.profile, list[bool]()
+    slow = False
+
+    async def slowly(self: SimExecutor) -> Profile:
+        if slow:
+            await trio.sleep(60)
+        return await measure(self)
+
+    async def voters_gone(world: World) -> None:
+        nonlocal slow
+        for number in range(3):
+            world.start(number)
+        leader = await once_led(world)
+        while len(world.council()) < 3:  # noqa: ASYNC110 - seconds are virtual
+            await trio.sleep(0.5)
+        leader = await once_led(world)
+        council = [
+            each for each in world.council() if world.peers[each].daemon.control is not leader
+        ]  # type: ignore[union-attr]
+        world.kill(council[0])
+        world.kill(council[1])
+        slow = True
+        world.start(council[1])
+        await trio.sleep(10)
+        for _ in range(80):
+            await trio.sleep(0.5)
+            led.append(leader.is_leader)
+
+    monkeypatch.setattr(SimExecutor, "profile", slowly)
+    World(1, options(physics=physics, peers=3)).run(voters_gone)
+    assert sum(led) > 0.9 * len(led)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_request_that_a_leader_took_in_long_ago_stops_no_repair(restarts: bool) -> None:
+    """It is of a start that is over, or of an epoch too long ago: nobody would agree to it."""
+    physics = Physics(integer_training(steps=200, microbatches=4, checkpoint_every=1))
+    left_out: list[bool] = []
+
+    async def taken_in_again(world: World) -> None:
+        for number in range(6):
+            world.start(number)
+        leader = await once_led(world)
+        plan = leader.plan
+        others = [
+            each for each in (1, 2, 3, 4, 5) if world.peers[each].identity.peer != leader.me.peer
+        ]
+        old = candidates_of(plan.body)[world.peers[others[0]].identity.peer]
+        world.kill(others[0])
+        if restarts:
+            world.start(others[0])
+        too_old = old.request.epoch + JOIN_REQUEST_EPOCHS
+        while leader.plan.header.epoch <= too_old:  # noqa: ASYNC110 - seconds are virtual
+            await trio.sleep(1)
+        if restarts:
+            world.kill(others[0])
+        leader = await once_led(world)
+        leader.leading.take_in(old)
+        dead = world.peers[others[1]].identity.peer
+        world.kill(others[1])
+        await trio.sleep(15)
+        left_out.append(dead not in {each.peer for each in members_of(leader.plan.body)})
+
+    World(1, options(physics=physics, peers=6)).run(taken_in_again)
+    assert left_out == [True]
+
+
+def test_who_dies_during_a_rollback_does_not_undo_more_than_the_rollback() -> None:
+    """The swarm starts again from its checkpoint. Nobody holds that version yet when another peer
+    is lost: nevertheless the swarm goes on from it."""
+    physics = Physics(integer_training(steps=60, microbatches=4, checkpoint_every=10))
+    world = World(2, options(physics=physics))
+
+    def newest(lineage: int) -> PlanBody | None:
+        header, body = world._newest() or (None, None)
+        return body if header is not None and header.lineage == lineage else None
+
+    async def lost_again(world: World) -> None:
+        for number in range(4):
+            world.start(number)
+        while (body := newest(0)) is None or body.completed is None:  # noqa: ASYNC110
+            await trio.sleep(0.1)
+        for number in range(4):
+            world.kill(number)
+        for number in range(4):
+            world.start(number)
+        while newest(1) is None:  # noqa: ASYNC110 - seconds are virtual
+            await trio.sleep(0.01)
+        group = next(group for group in world.hosts() if len(group) > 1)
+        world.kill(group[-1])
+        await world.ended(100)
+
+    world.run(lost_again)
+    rollbacks = [each for each in world.invariants._headers.values() if each.lineage == 1]
+    assert len(rollbacks) > 2
+    assert min(version_before(each) for each in rollbacks) >= 10
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_no_plan_overtakes_a_repair(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has not written a version dies, so that all who are left have written it, while
+    another is busy for two seconds: it gets to the repair, and not to what follows that only."""
+    physics = Physics(integer_training(steps=40, microbatches=6, checkpoint_every=2))
+    world = World(seed, options(physics=physics, peers=5))
+    victim = -1
+    write = SimCheckpoints.write
+
+    async def slowly(self: SimCheckpoints, *what: object) -> object:
+        if self._process.number == victim:
+            await trio.sleep_forever()
+        return await write(self, *what)  # type: ignore[arg-type]
+
+    async def busy(world: World) -> None:
+        nonlocal victim
+        for number in range(5):
+            world.start(number)
+        await trio.sleep(6)
+        hosts = world.hosts()
+        victim = next(group for group in hosts if len(group) > 1)[-1]
+        executor = next(
+            world.peers[each].executor
+            for group in hosts
+            for each in group
+            if each not in (victim, hosts[0][0])
+        )
+        assert executor is not None
+        await trio.sleep(1)
+        executor.hang()
+        world.kill(victim)
+        await trio.sleep(2)
+        executor.go_on()
+        await world.ended(60)
+
+    monkeypatch.setattr(SimCheckpoints, "write", slowly)
+    world.run(busy)
+
+
+async def once_led(world: World) -> Control:
+    """Return the control of the leader, once there is one of a plan with stages."""
+    while True:
+        await trio.sleep(1)
+        for peer in world.peers:
+            control = peer.daemon.control if peer.daemon is not None else None
+            if control is not None and control.is_leader and control.plan.body.stages:
+                return control
 
 
 def test_a_step_with_a_flag_is_skipped() -> None:
