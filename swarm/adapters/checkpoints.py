@@ -63,7 +63,10 @@ class DiskCheckpoints:
     """The Checkpoints port over a home's folder, which nobody else writes to."""
 
     def __init__(self, folder: Path) -> None:
-        """Remove what writes that did not come to their end have left. Raises HomeError."""
+        """Make the folder, and remove what writes that did not come to their end have left in it.
+
+        Raises HomeError."""
+        make_folder(folder)
         self._folder = folder
         self._changing = trio.Lock()
         self._last: tuple[tuple[str, int, int, int], Buffer] | None = None
@@ -134,6 +137,8 @@ def write_checkpoint(
     """
     if weights.keys() != states.keys():
         raise ValueError(f"weights of layers {sorted(weights)}, states of {sorted(states)}")
+    if not folder.is_dir():
+        raise HomeError(f"{folder} is gone", hint="restore the home, or join again with another")
     place = _place(folder, lineage, version)
     before = _listed(place)
     make_folder(place)

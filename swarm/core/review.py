@@ -121,10 +121,9 @@ def _check_form(
         raise RemoteProtocolError(
             f"completed: version {done}, {_complete_versions(previous.body)[-1]} was before"
         )
-    if body.ended and done != context.manifest.training.steps:
-        raise RemoteProtocolError(
-            f"ended: version {done} is complete, the run has {context.manifest.training.steps} steps"
-        )
+    steps = context.manifest.training.steps
+    if body.ended and done != steps:
+        raise RemoteProtocolError(f"ended: version {done} is complete, the run has {steps} steps")
     candidates = candidates_of(body)
     layers = len(next(iter(candidates.values())).request.layers)
     if body.stages[-1].last != layers:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -220,6 +221,17 @@ def test_a_version_is_forgotten_and_nothing_else(
     do(lambda: store.forget(0, 5))
     do(lambda: store.forget(1, 6))
     assert read(store, 6, 0) == b"a"
+
+
+def test_a_home_that_was_removed_does_not_come_back_half(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "checkpoints").mkdir(parents=True)
+    store = DiskCheckpoints(home / "checkpoints")
+    write(store, 5, {0: b"a"})
+    shutil.rmtree(home)
+    with pytest.raises(HomeError, match="is gone"):
+        write(store, 6, {0: b"a"})
+    assert not home.exists()
 
 
 def test_damage_is_never_data(tmp_path: Path) -> None:
