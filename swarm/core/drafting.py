@@ -98,7 +98,7 @@ def _repair(situation: Situation, gone: Mapping[Member, str]) -> Draft | NoHolde
     if situation.lost_work:
         roles.news.append(f"work was lost: {situation.lost_work}")
     part(roles)
-    promote(roles)
+    promote(roles, situation.version)
     known = set(roles.members)
     take_in(roles, gone)
     let_stand_by(roles, [member for member in roles.idle() if member.peer not in known])
@@ -182,7 +182,7 @@ def _recut(roles: Roles, version: int) -> Draft | NoHolder:
 
 def _planned(situation: Situation, gone: Mapping[Member, str]) -> Draft | None:
     roles = survivors(situation, gone)
-    promote(roles)
+    promote(roles, version=0)  # it waits until they have caught up
     take_in(roles, gone)
     let_stand_by(roles, roles.idle())
     rebalance(roles)

@@ -144,14 +144,17 @@ def take_in(roles: Roles, gone: Mapping[Member, str]) -> None:
             roles.news.append(f"{member.peer} joins")
 
 
-def promote(roles: Roles) -> None:
-    """Give work to those who stand by and are ready, as far as there is room."""
+def promote(roles: Roles, version: int) -> None:
+    """Give work to those who stand by and say that they are ready, as far as there is room.
+
+    They hold `version`, or the one before: heartbeats are late, so of a swarm with quick steps they
+    tell of an old one."""
     situation = roles.situation
     for stage, waiting in enumerate(roles.standby):
         for member in list(waiting):
             heartbeat = situation.heartbeats.get(member.peer)
             ready = heartbeat is not None and is_ready(
-                heartbeat, member, stage, situation.header.lineage, situation.version
+                heartbeat, member, stage, situation.header.lineage, version
             )
             if ready and roles.has_room[stage] and not roles.parted(member):
                 waiting.remove(member)

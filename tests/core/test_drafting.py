@@ -342,6 +342,19 @@ def test_who_is_ready_is_promoted_as_far_as_the_manifest_allows() -> None:
     assert next_draft(situation(ONE, SPARE, heartbeats=ready(3, 1), settled=True)) is None
 
 
+def test_who_was_ready_is_promoted_however_far_the_swarm_has_come_since() -> None:
+    """A heartbeat is a second old, and a step may take some milliseconds: the change waits until
+    who is promoted holds the version with which it begins."""
+    three = begun(RUN, candidates(3, RUN, FOUR_LAYERS), 2)
+    joined = adopted(
+        draft_in(situation(RUN, three, joining=[newcomer(5, RUN)], settled=True)), three.header
+    )
+    said = ready(5, 1, version=40)
+    draft = draft_in(situation(RUN, joined, heartbeats=said, settled=True, version=60))
+    assert (draft.kind, draft.from_step) == ("planned", 61)
+    assert groups(draft.body) == [peers(0, 1), peers(2, 5)]
+
+
 def test_at_the_end_of_the_run_nobody_is_moved_any_more() -> None:
     now = situation(RUN, FOUR, joining=[newcomer(5, RUN)], settled=True, version=100)
     assert next_draft(now) is None
