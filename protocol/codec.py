@@ -34,13 +34,27 @@ def encode(message: Message) -> bytes:
 
     Raises LocalProtocolError if the message is larger than its type may be.
     """
+    known = _encoded.get(id(message))
+    if known is not None and known[0] is message:
+        return known[1]
     kind = TABLE[type(message)]
     header = canonical(message)
     if len(header) > kind.header_cap_bytes:
         raise LocalProtocolError(
             f"{type(message).__name__} of {len(header)} bytes exceeds {kind.header_cap_bytes}"
         )
-    return PREFIX.pack(kind.number, len(header), payload_bytes_of(message)) + header
+    frame = PREFIX.pack(kind.number, len(header), payload_bytes_of(message)) + header
+    if len(frame) >= LARGE_BYTES:
+        if len(_encoded) >= MAX_KEPT:
+            del _encoded[next(iter(_encoded))]
+        _encoded[id(message)] = message, frame
+    return frame
+
+
+LARGE_BYTES = 4096
+MAX_KEPT = 4
+_encoded: dict[int, tuple[Message, bytes]] = {}
+"""The last large messages: who tells everybody something encodes it once."""
 
 
 def decode_prefix(

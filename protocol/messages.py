@@ -159,6 +159,15 @@ class Certified(Message, frozen=True, kw_only=True):
     plan: CertifiedPlan
 
 
+class Changed(Message, frozen=True, kw_only=True):
+    """A certified plan, to who has the plan before it."""
+
+    plan: CertifiedPlan
+    """Without its body."""
+    changes: bytes
+    """What is other than in the body before: compressed records.BodyChanges."""
+
+
 class GetChain(Request, frozen=True, kw_only=True):
     """Ask for the newest certified plan and what leads to it, if it is newer than the one named."""
 
@@ -269,7 +278,7 @@ Traffics = Annotated[tuple[Traffic, ...], Meta(max_length=MAX_KINDS)]
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """What a member holds and does, once a second, to leader and council."""
+    """What a member holds and does, now and then, to the leader and to voters that listen."""
 
     generation: Generation
     epoch: Count
@@ -321,13 +330,22 @@ class MemberView(Part, frozen=True):
     traffic: Traffics = ()
 
 
+class GetSwarm(Request, frozen=True, kw_only=True):
+    """Ask a leader for the swarm as it sees it."""
+
+
+class SwarmAnswer(Reply, frozen=True, kw_only=True):
+    """A line for every member, sorted by peer; nothing from who does not lead."""
+
+    members: tuple[MemberView, ...]
+
+
 class LeaderBeat(Message, frozen=True, kw_only=True):
-    """The leader is alive, and this is the swarm as it sees it."""
+    """The leader is alive, and so far is the swarm: as large for a thousand members as for one."""
 
     generation: Generation
     epoch: Count
     term: Count
-    members: tuple[MemberView, ...]
     waiting_for: Count
     """How many more peers must join before training starts."""
     version: Count
@@ -368,6 +386,37 @@ class Leave(Message, frozen=True, kw_only=True):
     """The sender is about to stop on purpose."""
 
     boot: Positive
+
+
+class Measured(Message, frozen=True, kw_only=True):
+    """A signed records.Estimates of the sender's, to leader and council, and to whom it asks to
+    join."""
+
+    estimates: Signed
+
+
+MAX_CHUNKS = 32
+
+
+class Probe(Message, frozen=True, kw_only=True):
+    """One of `chunks` pieces that are sent back to back, so that the receiver sees how fast they
+    come; with 0 chunks: may I send some? The bytes mean nothing."""
+
+    number: Positive
+    """Of the train; grows."""
+    chunk: Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)] = 0
+    chunks: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)] = 0
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=1)] = ()
+
+
+class ProbeAnswer(Message, frozen=True, kw_only=True):
+    """Answers the last chunk of train `number`, or the question whether there may be one."""
+
+    number: Positive
+    busy: bool = False
+    """Nothing has been measured, and nothing will be now."""
+    arrivals: Annotated[tuple[Seconds, ...], Meta(max_length=MAX_CHUNKS)] = ()
+    """When each chunk had arrived, in order, since the first one had."""
 
 
 class Forwarded(Message, frozen=True, kw_only=True):
@@ -644,6 +693,7 @@ TABLE: dict[type[Message], Kind] = {
     Join: Kind(12, "bulk", PLAN_CAP_BYTES, 0),
     JoinAnswer: Kind(13, "bulk", CONTROL_CAP_BYTES, 0),
     Certified: Kind(14, "bulk", PLAN_CAP_BYTES, 0),
+    Changed: Kind(17, "bulk", PLAN_CAP_BYTES, 0),
     GetChain: Kind(15, "bulk", 256, 0),
     ChainAnswer: Kind(16, "bulk", PLAN_CAP_BYTES, 0),
     PreVote: Kind(50, "control", 256, 0),
@@ -663,8 +713,13 @@ TABLE: dict[type[Message], Kind] = {
     LostWork: Kind(64, "control", 1024, 0),
     Leave: Kind(65, "control", 64, 0),
     Forwarded: Kind(66, "control", FORWARDED_CAP_BYTES, 1),
+    Measured: Kind(67, "bulk", SWARM_CAP_BYTES, 5),
+    Probe: Kind(68, "bulk", 256, 6, True),
+    ProbeAnswer: Kind(69, "bulk", 1024, 6),
     Heartbeat: Kind(20, "control", CONTROL_CAP_BYTES, 1),
-    LeaderBeat: Kind(21, "control", SWARM_CAP_BYTES, 1),
+    LeaderBeat: Kind(21, "control", CONTROL_CAP_BYTES, 1),
+    GetSwarm: Kind(22, "bulk", 64, 5),
+    SwarmAnswer: Kind(23, "bulk", SWARM_CAP_BYTES, 5),
     Backward: Kind(30, "bulk", CONTROL_CAP_BYTES, 1, True),
     Forward: Kind(31, "bulk", CONTROL_CAP_BYTES, 2, True),
     ReduceShard: Kind(32, "bulk", CONTROL_CAP_BYTES, 3, True),
@@ -687,6 +742,6 @@ BY_NUMBER: dict[int, type[Message]] = {kind.number: name for name, kind in TABLE
 
 def tensors_of(message: Message) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors that follow `message`."""
-    if isinstance(message, Forward | Backward | ReduceShard | GatherShard | StateChunk):
+    if isinstance(message, Forward | Backward | ReduceShard | GatherShard | StateChunk | Probe):
         return message.tensors
     return ()

@@ -5,6 +5,7 @@ travel as they were signed (`Signed`), and are decoded only after the check.
 """
 
 import hashlib
+from functools import lru_cache
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -28,6 +29,10 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 """Measured; finite, because an infinity would make every plan equally bad."""
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
+"""Bytes per second; 0 where nothing has been measured."""
+Spread = Annotated[float, Meta(ge=0, le=1e3)]
+"""Relative standard error of an estimate; 1 says that it is hardly more than a guess."""
 MAX_DIMENSIONS = 64
 Scalar = bool | int | float | str
 Argument = Scalar | list[Scalar]
@@ -230,6 +235,8 @@ class LayerProfile(Record, frozen=True):
     backward_seconds: Seconds
     parameter_bytes: Count
     output: TensorSpec
+    activation_bytes: Count = 0
+    """What is kept of one microbatch between its forward and its backward."""
 
 
 class JoinRequest(Record, frozen=True):
@@ -247,6 +254,44 @@ class JoinRequest(Record, frozen=True):
     """Numerics fingerprint: equal fingerprints mean equal bits."""
     data_digest: OptionalHash
     """Digest of the data it can feed; empty if it has none."""
+
+
+# --- what peers have measured --------------------------------------------------------------
+
+MAX_LINKS = 1024
+
+
+class LinkEstimate(Record, frozen=True):
+    """The way from the signer to `peer`, as far as it has been measured."""
+
+    peer: PeerId
+    bandwidth: Rate
+    """What one transfer alone gets."""
+    latency_seconds: Seconds
+    """One way; 0 where it has not been measured."""
+    spread: Spread
+    """Of the bandwidth; of the latency where the bandwidth is not known."""
+
+
+class Estimates(Record, frozen=True):
+    """What a peer has measured of itself and of its links. `sequence` grows; a reader keeps the
+    newest."""
+
+    run: RunId
+    peer: PeerId
+    boot: Positive
+    sequence: Positive
+    slowdown: Annotated[float, Meta(ge=1e-6, le=1e6)]
+    """Seconds that microbatches take by seconds that its join request says; 1.0 before any."""
+    slowdown_spread: Spread
+    uplink: Rate
+    """What all its transfers together get, out of this peer: a lower bound."""
+    uplink_spread: Spread
+    downlink: Rate
+    """The same, into this peer."""
+    downlink_spread: Spread
+    links: Annotated[tuple[LinkEstimate, ...], Meta(max_length=MAX_LINKS)]
+    """In order of peer, each once."""
 
 
 # --- plans and certificates ------------------------------------------------------------------
@@ -278,6 +323,8 @@ class StagePlan(Record, frozen=True):
     """Relative size of the shard that each replica owns in the reduction."""
     output: TensorSpec
     """What the stage sends to the next one (the last stage: its model output)."""
+    window: Count = 0
+    """How many microbatches of a step a replica takes at the same time; 0: as 1F1B needs."""
 
 
 class FeederPlan(Record, frozen=True):
@@ -292,6 +339,8 @@ class StandbyPlan(Record, frozen=True):
 
     member: Member
     stage: Count
+    reason: Text = ""
+    """Why it is to have no work; empty if it gets work once it is ready and there is room."""
 
 
 class Completed(Record, frozen=True):
@@ -324,6 +373,17 @@ class PlanBody(Record, frozen=True):
     halted: Text
     """Why training stands still for good; empty while it does not."""
     reason: Text
+
+
+class BodyChanges(Record, frozen=True):
+    """What makes a plan's body of the one before it."""
+
+    left: tuple[Count, ...]
+    """Which members of the body before are none any more, or others: their numbers."""
+    came: tuple[tuple[Signed, Signed], ...]
+    """Peer record and join request of who is new, or has started again."""
+    rest: PlanBody
+    """The body without its members."""
 
 
 class PlanHeader(Record, frozen=True):
@@ -442,6 +502,7 @@ CONSENT_PURPOSE = "consent"
 PEER_RECORD_PURPOSE = "peer-record"
 JOIN_REQUEST_PURPOSE = "join-request"
 LETTER_PURPOSE = "letter"
+ESTIMATES_PURPOSE = "estimates"
 
 R = TypeVar("R", bound=Record)
 
@@ -461,12 +522,41 @@ def council_hash(council: tuple[PeerId, ...]) -> bytes:
     return sha256(msgspec.msgpack.encode(council))
 
 
+MAX_KEPT_BYTES = 16 * 1024
+MAX_KEPT_RECORDS, MAX_KEPT_BODIES = 8192, 8
+
+
 def decode_record(data: bytes, kind: type[R]) -> R:
     """Decode a record that was received or read back.
 
-    Raises RemoteProtocolError if the bytes are not a `kind`.
+    Plans name the same signed records again and again, so what was decoded last is kept: equal
+    bytes give the same object. Raises RemoteProtocolError if the bytes are not a `kind`.
     """
+    if kind is PlanBody and isinstance(data, bytes):
+        return _decoded_body(data)[1]  # type: ignore[return-value]
+    if kind in _KEPT and isinstance(data, bytes) and len(data) <= MAX_KEPT_BYTES:
+        return _decoded(data, kind)  # type: ignore[return-value]
     return unpack(data, kind)
+
+
+def decode_body(data: bytes) -> tuple[bytes, PlanBody]:
+    """Decode a plan's body; return it with its bytes: of equal ones, those that came first, so
+    that others need not be kept. Raises RemoteProtocolError."""
+    return _decoded_body(data)
+
+
+_KEPT = frozenset({PeerRecord, JoinRequest, PlanHeader, Ballot, Verdict, Observation, Consent})
+"""Small records that nobody can change."""
+
+
+@lru_cache(maxsize=MAX_KEPT_RECORDS)
+def _decoded(data: bytes, kind: type[Record]) -> Record:
+    return unpack(data, kind)
+
+
+@lru_cache(maxsize=MAX_KEPT_BODIES)
+def _decoded_body(data: bytes) -> tuple[bytes, PlanBody]:
+    return data, unpack(data, PlanBody)
 
 
 def sign_record(identity: Identity, purpose: str, record: Record) -> Signed:

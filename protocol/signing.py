@@ -6,6 +6,7 @@ can check a signature knowing only the id. Signatures cover the bytes as they we
 never a re-encoding of them.
 """
 
+from functools import lru_cache
 from typing import Annotated
 
 import base58
@@ -63,8 +64,25 @@ class Identity:
         return self.private_key.sign(_domain(purpose) + payload)
 
 
+MAX_KEPT_BYTES = 16 * 1024
+MAX_KEPT_ANSWERS = 8192
+
+
 def verify(peer: PeerId, purpose: str, payload: bytes, signature: bytes) -> bool:
-    """Return whether `peer` signed `payload` for `purpose`."""
+    """Return whether `peer` signed `payload` for `purpose`.
+
+    Plans carry the same signatures again and again: the last answers are kept."""
+    if len(payload) <= MAX_KEPT_BYTES:
+        return _is_signed(peer, purpose, bytes(payload), bytes(signature))
+    return _check(peer, purpose, payload, signature)
+
+
+@lru_cache(maxsize=MAX_KEPT_ANSWERS)
+def _is_signed(peer: PeerId, purpose: str, payload: bytes, signature: bytes) -> bool:
+    return _check(peer, purpose, payload, signature)
+
+
+def _check(peer: PeerId, purpose: str, payload: bytes, signature: bytes) -> bool:
     try:
         key = Ed25519PublicKey.from_public_bytes(public_key_of(peer))
         key.verify(signature, _domain(purpose) + payload)

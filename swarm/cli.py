@@ -206,6 +206,26 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace) -> int:
+    # Imported here: the solver is not needed by daemons, nor the table's library.
+    from swarm.show_plan import print_plan, print_what_if, what_if, write_problem
+
+    if options.what_if is not None:
+        answer = what_if(options.what_if)
+        print(json.dumps(answer, indent=2)) if options.json else print_what_if(answer)
+        return 0
+    if options.home is None:
+        raise HomeError("which plan?", hint="name a home with --home, or a file with --what-if")
+    plan = call(options.home, "plan")
+    if options.problem is not None:
+        write_problem(options.problem, plan)
+    if options.json:
+        print(json.dumps(plan, indent=2))
+    else:
+        print_plan(plan)
+    return 0
+
+
 def _stop(options: argparse.Namespace) -> int:
     call(options.home, "stop")
     return 0
@@ -260,6 +280,24 @@ def _reference(options: argparse.Namespace) -> int:
 
     return run_reference_command(
         read_training(options.manifest), options.data_dir.resolve(), options.device, options.out
+    )
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    # Imported here: daemons need nothing of it, and it takes a second.
+    from swarm.simulation import command
+
+    return command.simulate_command(
+        command.Wanted(
+            scenario=options.scenario,
+            seed=options.seed,
+            duration=options.duration,
+            network=options.network,
+            churn=options.churn,
+            as_json=options.json,
+            trace=options.trace,
+            plot=options.plot,
+        )
     )
 
 
@@ -344,6 +382,13 @@ def _parser() -> argparse.ArgumentParser:
     status = _command(commands, "status", _status, "show the swarm as this peer knows it")
     _home(status)
     status.add_argument("--json", action="store_true")
+    plan = _command(commands, "plan", _plan, "show the plan, why it was chosen, and what limits it")
+    plan.add_argument("--home", type=Path, metavar="DIR", help="of a peer that runs")
+    plan.add_argument(
+        "--what-if", type=Path, metavar="FILE", help="solve the problem in this file instead"
+    )
+    plan.add_argument("--problem", type=Path, metavar="FILE", help="write the plan's problem, too")
+    plan.add_argument("--json", action="store_true")
     _home(_command(commands, "stop", _stop, "let the daemon of a home leave"))
     recover = _command(
         commands, "recover", _recover, "start a new council when its majority is lost for good"
@@ -362,6 +407,24 @@ def _parser() -> argparse.ArgumentParser:
     local.add_argument("--out", type=Path, help="write the trained weights to this file")
     local.add_argument("--report", type=Path, help="write the last status to this file, as JSON")
     _data_dir(local, Path())
+
+    simulate = _command(
+        commands, "simulate", _simulate, "run a whole swarm on a virtual clock, from a file"
+    )
+    simulate.add_argument("scenario", type=Path, metavar="SCENARIO.toml")
+    simulate.add_argument("--seed", type=int, metavar="N", help="instead of the scenario's")
+    simulate.add_argument(
+        "--duration", metavar="TIME", help="virtual time: 90s, 10m, 2h or 7d; the scenario's if not"
+    )
+    simulate.add_argument(
+        "--network", type=Path, metavar="FILE", help="latency and bandwidth of every pair, as JSON"
+    )
+    simulate.add_argument(
+        "--churn", type=Path, metavar="FILE", help="lines of milliseconds,add|remove,node"
+    )
+    simulate.add_argument("--json", action="store_true", help="print figures for programs")
+    simulate.add_argument("--trace", type=Path, metavar="FILE", help="write all that happens")
+    simulate.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput over time")
 
     reference = _command(commands, "reference", _reference, "train in one process, print the hash")
     _manifest(reference)

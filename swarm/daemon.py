@@ -22,6 +22,8 @@ from protocol.messages import (
     Heartbeat,
     ManifestAnswer,
     Message,
+    Probe,
+    ProbeAnswer,
     Report,
     Resume,
     Training,
@@ -38,6 +40,8 @@ from swarm.core.chain import Plan
 from swarm.core.holding import Holding
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
+from swarm.core.roles import Placing
+from swarm.core.roll import records_of, stage_of, with_role, working_peers
 from swarm.core.step import audience_of, workers_of
 from swarm.errors import PeerError
 from swarm.peer.applicant import Applicant
@@ -47,9 +51,12 @@ from swarm.peer.donor import Donor
 from swarm.peer.epoch import Course, Epoch
 from swarm.peer.forwarding import Forwarding
 from swarm.peer.hosting import REPORT_SECONDS
-from swarm.peer.joining import RETRY_SECONDS
+from swarm.peer.leading import NOT_SETTLED
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
+from swarm.peer.plan_view import plan_of
+from swarm.peer.probed import Probed
+from swarm.peer.prober import Prober, Work
 from swarm.peer.state import gather_layers
 from swarm.peer.status import status_of
 from swarm.peer.writer import Writer
@@ -58,6 +65,7 @@ from swarm.ports import (
     Checkpoints,
     DataSource,
     Dht,
+    Solver,
     StageExecutor,
     Storage,
     Transport,
@@ -68,6 +76,7 @@ log = logging.getLogger(__name__)
 MAX_EARLY_MESSAGES = 16
 """Of one peer."""
 MAX_LOSSES = 1000
+MAX_COMMITS = 100
 MAX_EPOCHS_TOLD = 64
 """How many plans `swarm status` tells the course of."""
 
@@ -86,6 +95,8 @@ class Outside:
     """Starts the DHT node, given multiaddresses of other members' nodes."""
     draw: Callable[[], float]
     """Returns a random number in [0, 1): it spreads what peers would do at the same time."""
+    solver: Solver | None = None
+    """None where no full solves are made: plans are greedy ones then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,8 @@ class Settings:
     host_label: str = ""
     wait_for_peers: int = 1
     stages: int = 0
+    place: Placing | None = None
+    """The rule by which members get stages: None for our own. Simulations compare others."""
 
 
 class Daemon:
@@ -135,6 +148,8 @@ class Daemon:
             on_plan=lambda plan: self._note(),
             wait_for_peers=settings.wait_for_peers,
             stages=settings.stages,
+            solver=outside.solver,
+            place=settings.place,
         )
         self.discovery = Discovery(
             manifest=manifest,
@@ -142,6 +157,22 @@ class Daemon:
             links=self._links,
             advertised_hosts=settings.advertised_hosts,
             host_label=settings.host_label,
+        )
+        self.prober = Prober(
+            run=manifest.run,
+            me=self.me,
+            identity=identity,
+            links=self._links,
+            peers=self._known_peers,
+            listeners=self.control.vigil.guides,
+            rtt_seconds=self.control.members.rtt_seconds,
+            is_busy=lambda: self._is_training() or self._probed.is_serving,
+            work=self._work_done,
+            on_estimates=self.control.roster.measured,
+            draw=outside.draw,
+        )
+        self._probed = Probed(
+            self._links, is_busy=lambda: self._is_training() or self.prober.is_probing
         )
         self._applicant = Applicant(
             identity=identity,
@@ -151,6 +182,7 @@ class Daemon:
             addresses=settings.addresses,
             device=settings.device,
             draw=outside.draw,
+            prober=self.prober,
         )
         self._forwarding = Forwarding(
             run=manifest.run,
@@ -166,18 +198,24 @@ class Daemon:
             on_written=self._tell_durable,
         )
         self._donor = Donor(outside.executor, outside.checkpoints, lambda: self.holding)
+        self._profile: Profile | None = None
         self._epoch: Epoch | None = None
         self._holding: Holding | None = None
         self._samples_before = 0
         self._replayed_before = 0
         self._losses: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
         """(step, mean loss) of the last steps that this peer committed."""
+        self._commits: deque[tuple[int, float]] = deque(maxlen=MAX_COMMITS)
+        """(step, when) of the last steps that this peer committed by the active plan."""
         self._courses: deque[Course] = deque(maxlen=MAX_EPOCHS_TOLD)
         self._news = trio.Event()
         self._early: list[tuple[PeerId, Training, Buffer]] = []
         self._told_newest: set[tuple[PeerId, int, int]] = set()
         self._stands_still: tuple[tuple[object, ...], float] | None = None
         """Where the step in hand is, without whom, and since when."""
+        self._known: frozenset[PeerId] = frozenset()
+        self._known_by: tuple[object, object, int] = (None, None, 0)
+        """For which table, plan and links they were known."""
         self._stop = trio.Event()
 
     @property
@@ -205,6 +243,8 @@ class Daemon:
                 nursery.start_soon(self._take_part)
                 nursery.start_soon(self.control.run_heartbeats, self._heartbeat)
                 nursery.start_soon(self.control.run_leader_beats)
+                nursery.start_soon(self.control.run_attention, self._awaits)
+                nursery.start_soon(self.control.run_first_tables)
                 await self._stop.wait()
                 self.control.stop()
                 await self._links.say_goodbye()
@@ -225,6 +265,7 @@ class Daemon:
         self._applicant.phase = "measuring"
         profile = await self._outside.executor.profile()
         self.control.layers = len(profile.layers)
+        self._profile = profile
         digest = b""
         if self._outside.source is not None:
             digest = await self._outside.source.digest()
@@ -236,6 +277,7 @@ class Daemon:
                 digest,
                 lambda: self._outside.executor.task_seconds,
             )
+            nursery.start_soon(self.prober.run)
             nursery.start_soon(self._watch_resume)
             nursery.start_soon(self._writer.run)
             while True:
@@ -244,7 +286,7 @@ class Daemon:
     async def _watch_resume(self) -> None:
         """Say so when a plan's Reports, or its Resume, are missing for too long."""
         while True:
-            await trio.sleep(RETRY_SECONDS)
+            await trio.sleep(self.control.roster.pace.moment_seconds)
             epoch = self._epoch
             if epoch is None or epoch.awaits_seconds <= REPORT_SECONDS:
                 continue
@@ -258,11 +300,16 @@ class Daemon:
 
     def _note(self) -> None:
         self._news.set()
+        epoch = self._epoch
+        state = epoch.state if epoch is not None else ""
+        settled = state not in NOT_SETTLED
+        self.control.tell((self._active.key, settled, state == "ready", epoch is not None))
 
     async def _work(self, profile: Profile) -> None:
         """Work by one plan until the next one is to be activated."""
         plan = self.control.plan
         self._told_newest.clear()
+        self._commits.clear()
         self.control.activate(plan)
         working = plan.body.stages and not plan.body.ended and not plan.body.halted
         self._leave_epoch()
@@ -280,7 +327,7 @@ class Daemon:
                 holding=self._holding,
                 on_trouble=self.control.report_trouble,
                 on_step=self._note,
-                on_loss=lambda step, loss: self._losses.append((step, loss)),
+                on_loss=self._committed,
             )
             self._courses.append(self._epoch.course)
             self._epoch.course.agree_seconds = self.control.agree_seconds
@@ -293,6 +340,10 @@ class Daemon:
                     self._epoch.end_before(self.control.plan.header.from_step)
                 await self._next_news()
             nursery.cancel_scope.cancel()
+
+    def _committed(self, step: int, loss: float) -> None:
+        self._losses.append((step, loss))
+        self._commits.append((step, trio.current_time()))
 
     def _completed_version(self) -> int:
         completed = self.control.plan.body.completed
@@ -326,7 +377,7 @@ class Daemon:
             return False
         if epoch is None or header.kind == "repair" or newest.body.ended or newest.body.halted:
             return True
-        role = any(self.me in stage.replicas for stage in newest.body.stages)
+        role = self.me in stage_of(newest.body)
         if epoch.is_replica or (role and epoch.stage >= 0):
             holding = epoch.holding
             return holding is not None and holding.version >= header.from_step
@@ -342,6 +393,8 @@ class Daemon:
         Those of another plan are bounded by the connection's cap; `handle` drops or keeps them.
         """
         epoch = self._epoch
+        if isinstance(message, Probe):
+            self._probed.check_payload(message)
         if isinstance(message, Training) and epoch is not None and epoch.works_by(message.fence):
             epoch.check_payload(message)
 
@@ -357,13 +410,20 @@ class Daemon:
             case Forwarded() as message:
                 await self._handle_forwarded(peer, message, answer)
             case Training() as message:
+                if received.frame_bytes:  # it has come by a link, and by no other peer
+                    self.control.hear_work(peer, boot)
                 self._handle_training(peer, boot, message, received.payload)
+            case Probe() as message:
+                self._probed.take(peer, message)
+            case ProbeAnswer() as message:
+                self.prober.take_answer(peer, message)
             case message:
                 self.control.handle(peer, boot, message, answer)
 
     def opened(self, peer: PeerId, boot: int) -> None:
         """A link can be used (links.Receiver.opened)."""
         self.control.vigil.opened(peer, boot)
+        self.prober.opened(peer)
         if self._epoch is not None:
             self._epoch.opened(peer)
 
@@ -375,7 +435,7 @@ class Daemon:
         self._note()
 
     def _works_with(self, peer: PeerId) -> bool:
-        workers = workers_of(self._active.body) if self._active.body.stages else ()
+        workers = working_peers(self._active.body)
         return peer in workers and self.me.peer in workers and self._epoch is not None
 
     def unreachable(self, fault: PeerError, waiting: Sequence[Message]) -> None:
@@ -386,8 +446,9 @@ class Daemon:
             self.control.vigil.report_lost_work(fault.peer)
 
     async def _handle_forwarded(self, sender: PeerId, message: Forwarded, answer: Answer) -> None:
-        known = (*self.control.plan.body.members, *self._active.body.members)
-        taken = self._forwarding.take(sender, message, {signed.signer for signed in known})
+        bodies = self.control.plan.body, self._active.body
+        known = frozenset().union(*(records_of(body) for body in bodies))
+        taken = self._forwarding.take(sender, message, known)
         if taken is None:
             return
         source, inner = taken
@@ -428,12 +489,7 @@ class Daemon:
             self.control.send_newest(peer)
 
     def _has_role(self, member: Member) -> bool:
-        body = self._active.body
-        return (
-            any(member in stage.replicas for stage in body.stages)
-            or any(member == feeder.member for feeder in body.feeders)
-            or member in body.leavers
-        )
+        return member in with_role(self._active.body)
 
     def _keep_early(self, peer: PeerId, message: Training, payload: Buffer) -> None:
         """Keep a message of a plan that this peer does not work by yet.
@@ -456,6 +512,44 @@ class Daemon:
                 self._handle_training(peer, message.fence.boot, message, payload)
             except RemoteProtocolError as fault:
                 log.warning("early message dropped peer=%s fault=%r", peer, str(fault))
+
+    # --- what is measured ------------------------------------------------------------------
+
+    def _is_training(self) -> bool:
+        """Return whether this peer computes for the swarm, or measures its machine."""
+        epoch = self._epoch
+        return not self.control.measured.is_set() or (epoch is not None and epoch.is_training)
+
+    def _known_peers(self) -> frozenset[PeerId]:
+        """Return whom this peer may work with: members, those who ask to become some, as the leader
+        tells, and whoever has a link. Only those that can be found."""
+        table, body = self.control.table, self.control.plan.body
+        before = self._known_by
+        if before[0] is table and before[1] is body and before[2] == self._links.changes:
+            return self._known
+        for view in table:
+            if view.address and not self._links.address_of(view.peer):
+                self._links.know(view.peer, (view.address,))
+        members = records_of(body)  # the plan says where they are
+        others = {*(view.peer for view in table), *self._links.connected()} - members.keys()
+        found = {each for each in others if self._links.address_of(each)}
+        self._known = frozenset(found | members.keys()) - {self.me.peer}
+        self._known_by = table, body, self._links.changes
+        return self._known
+
+    def _work_done(self) -> Work | None:
+        """Return what this peer has computed by the active plan, and what it expected."""
+        epoch = self._epoch
+        if epoch is None or self._profile is None or not epoch.is_replica:
+            return None
+        stage = self._active.body.stages[epoch.stage]
+        layers = self._profile.layers[stage.first : stage.last]
+        return Work(
+            plan=self._active.key,
+            compute_seconds=epoch.compute_seconds,
+            microbatches=epoch.samples // self.manifest.training.microbatch_size,
+            profiled_seconds=sum(each.forward_seconds + each.backward_seconds for each in layers),
+        )
 
     # --- what others ask -------------------------------------------------------------------
 
@@ -507,8 +601,23 @@ class Daemon:
         due = self._stands_still[1] + (0.0 if unheard else epoch.transfer_seconds)
         return awaits, max(0.0, now - due) if awaits else 0.0
 
+    def plan(self) -> dict[str, object]:
+        """Return the newest plan and why it is as it is (docs/cli.md)."""
+        return plan_of(
+            self.control.plan,
+            self.manifest.training,
+            self.control.roster.estimates,
+            tuple(self._commits),
+        )
+
+    async def fresh_status(self) -> dict[str, object]:
+        """Return what `swarm status --json` prints: what the leader sees of the members is asked
+        for now."""
+        await self.control.refresh_table()
+        return self.status()
+
     def status(self) -> dict[str, object]:
-        """Return what `swarm status --json` prints."""
+        """Return the same with the members as this peer asked last."""
         return status_of(
             self.control,
             self._epoch,

@@ -97,6 +97,12 @@ class RecoveryError(SwarmError):
     exit_code = 15
 
 
+class SimulationError(SwarmError):
+    """A simulated swarm broke one of its promises, or cannot be drawn."""
+
+    exit_code = 16
+
+
 class PeerError(Exception):
     """Something went wrong with one peer; its link or its request, not this daemon."""
 

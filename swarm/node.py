@@ -19,8 +19,10 @@ from swarm.adapters.checkpoints import DiskCheckpoints
 from swarm.adapters.control_socket import serve_commands
 from swarm.adapters.disk import KEY_BYTES, RECOVERY_KEY, Home
 from swarm.adapters.durable import write_file_durably
+from swarm.adapters.solver_process import ProcessSolver
 from swarm.adapters.tls import TlsTransport
 from swarm.config import PeerSettings
+from swarm.core.roles import Placing
 from swarm.daemon import Daemon, Outside, Settings
 from swarm.errors import (
     AddressError,
@@ -47,6 +49,7 @@ class Node:
         home: Home,
         overrides: Overrides,
         wrap: Callable[[Outside], Outside] | None = None,
+        place: Placing | None = None,
     ) -> None:
         """Put together the peer of `home`; counts one more start of it. `wrap` may put something
         between the daemon and its adapters.
@@ -77,6 +80,7 @@ class Node:
             source=source,
             start_dht=lambda members: _start_dht(home, settings, (*dht_peers, *members)),
             draw=random.SystemRandom().random,
+            solver=ProcessSolver(),
         )
         self.daemon = Daemon(
             manifest=manifest,
@@ -91,6 +95,7 @@ class Node:
                 host_label=settings.host_label or os.uname().nodename,
                 wait_for_peers=settings.wait_for_peers,
                 stages=settings.stages,
+                place=place,
             ),
         )
 
@@ -227,7 +232,9 @@ class _Commands:
         """Answer one command. Raises SwarmError for the one who asked."""
         match command:
             case "status":
-                return self._daemon.status()
+                return await self._daemon.fresh_status()
+            case "plan":
+                return self._daemon.plan()
             case "invite":
                 invitation = invitation_of(
                     self._home,

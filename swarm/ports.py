@@ -13,6 +13,7 @@ from protocol.records import PeerRecord
 from protocol.signing import PeerId
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
+from swarm.core.problem import Assignment, Problem
 
 Buffer = memoryview
 """Contiguous raw bytes, format "B"."""
@@ -336,4 +337,16 @@ class DataSource(Protocol):
 
     async def microbatch(self, sample_ids: Sequence[int]) -> tuple[Buffer, Buffer, int]:
         """Return inputs, targets and weight (what counts in the mean). Raises DataError."""
+        ...
+
+
+# --- solver ---------------------------------------------------------------------------------
+
+
+class Solver(Protocol):
+    """Looks for a good assignment, beside the event loop."""
+
+    async def solve(self, problem: Problem, seed: int) -> Assignment | None:
+        """Return the best assignment found (core/solver.py); None if none is feasible, or if the
+        solver has failed: greedy answers go on without it."""
         ...

@@ -89,7 +89,7 @@ def print_status(status: dict[str, Any]) -> None:
     troubles = ("trouble", "planning_trouble", "disk_trouble", "council_note")
     lines += [status[key] for key in troubles if status[key]]
     for line in lines:
-        console.print(_plain(line))
+        console.print(plain(line))
     console.print(_members_table(status))
 
 
@@ -105,7 +105,7 @@ def _members_table(status: dict[str, Any]) -> Table:
     placed = {peer for _, _, peer in rows}
     rows += [("-", "-", peer) for peer in members if peer not in placed]
     for stage_number, layers, peer in rows:
-        peer_cell, member = _plain(peer), members.get(peer)
+        peer_cell, member = plain(peer), members.get(peer)
         if member is None:
             table.add_row(stage_number, layers, peer_cell, "not heard of", "-", "-", "-", "-")
             continue
@@ -113,7 +113,7 @@ def _members_table(status: dict[str, Any]) -> Table:
             stage_number,
             layers,
             peer_cell,
-            _plain(member["state"]),
+            plain(member["state"]),
             str(member["version"]),
             str(member["queue_length"]),
             f"{member['silent_seconds']:.1f} s ago",
@@ -122,7 +122,7 @@ def _members_table(status: dict[str, Any]) -> Table:
     return table
 
 
-def _plain(text: str) -> Text:
+def plain(text: str) -> Text:
     """Return text as it is: others have written it, so nothing in it is markup or control."""
     return Text("".join(character if character.isprintable() else "?" for character in text))
 

@@ -37,6 +37,7 @@ from swarm.config import PeerSettings, read_settings, render_settings
 from swarm.core.agreement import Agreement
 from swarm.core.chain import HARD_STATE, HardState
 from swarm.errors import HomeError
+from swarm.peer.keeping import load_state
 
 __all__ = [
     "DiskStorage",
@@ -231,11 +232,10 @@ class Home:
     def agreement(self, draw: Callable[[], float]) -> Agreement:
         """Return what this peer knows of the chain of plans, and its vote; `draw` returns random
         numbers in [0, 1). Raises HomeError."""
-        data = self.storage.load(HARD_STATE)
-        if data is None:
-            raise self._not_whole(f"state/{HARD_STATE}", "is missing")
         try:
-            state = decode_record(data, HardState)
+            state = load_state(self.storage)
+            if state is None:
+                raise self._not_whole(f"state/{HARD_STATE}", "is missing")
             return Agreement(self.manifest(), self.identity(), state, draw=draw)
         except RemoteProtocolError as error:
             raise self._not_whole(f"state/{HARD_STATE}", f"is damaged: {error}") from error

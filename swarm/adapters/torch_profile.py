@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from protocol.records import LayerProfile, TensorSpec, Training
@@ -54,6 +55,8 @@ class _Runs:
     tensors: list[Tensor] = field(default_factory=list)
     forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
+    activation_bytes: int = 0
+    """Kept from forward to backward."""
 
 
 def survey(model: SlicedModel, training: Training, settings: Settings, *, timed: bool) -> Survey:
@@ -117,6 +120,8 @@ def _examine(layer: Layer, hidden: Tensor, settings: Settings) -> tuple[bool, Te
 def _run(layer: Layer, hidden: Tensor, in_place: bool, settings: Settings, repeats: int) -> _Runs:
     runs = _Runs()
     _run_once(layer, hidden, in_place, settings, runs)
+    if repeats:
+        runs.activation_bytes = _kept_bytes(layer, hidden, in_place, settings)
     if runs.forward_seconds[0] + runs.backward_seconds[0] > SLOW_SECONDS:
         return runs
     if repeats:
@@ -159,6 +164,32 @@ def _run_once(
         )
 
 
+def _kept_bytes(layer: Layer, hidden: Tensor, in_place: bool, settings: Settings) -> int:
+    """Return how much a microbatch keeps from forward to backward: the layer's input and whatever
+    autograd saves, every storage once, without parameters and buffers. With recomputation that is
+    the input alone. It takes a forward of its own, since the hooks would hide faults of backward.
+    """
+    leaf = hidden.clone()
+    if leaf.is_floating_point():
+        leaf.requires_grad_()
+    own = {_storage(tensor) for tensor in layer.state.values()}
+    kept = {_storage(leaf): leaf.untyped_storage().nbytes()}
+
+    def note(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in own:
+            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    seed = seed_of(settings.seed, "profile", layer.number)
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        apply_layer(layer, leaf, seed, in_place=in_place, settings=settings)
+    return sum(kept.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class _Clock:
     """Measures laps; waits for the device first."""
 
@@ -195,6 +226,7 @@ def _profile(layer: Layer, output: TensorSpec, runs: _Runs) -> LayerProfile:
         backward_seconds=statistics.median(runs.backward_seconds),
         parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         output=output,
+        activation_bytes=runs.activation_bytes,
     )
 
 

@@ -93,6 +93,9 @@ SOON_FRACTION = 0.25
 REVIEW_SECONDS = 2.0
 ELECTION_RTTS = 10
 """An election takes at least so many round trips of the council."""
+MOST_REFUSALS = 3
+"""A leader whose drafts a voter has refused so often loses its vote for a while."""
+DISTRUST_SECONDS = 30.0
 MAX_KEPT = 64
 NEVER = float("inf")
 
@@ -126,6 +129,10 @@ class Agreement(Register):
         self._leader: tuple[PeerId, int] | None = None
         self._early: tuple[tuple[PeerId, Question], ...] = ()
         self._good: tuple[bytes, tuple[Signed, ...]] | None = None
+        self._refused: frozenset[tuple[PeerId, bytes]] = frozenset()
+        """Leaders of this epoch and drafts of theirs that this voter has refused."""
+        self._distrusted: dict[PeerId, float] = {}
+        """Who gets no vote of this peer, and until when."""
         self._scale = 1.0
         self._heard_at = -NEVER
         self._election_at = NEVER
@@ -184,7 +191,8 @@ class Agreement(Register):
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return all that decides what this peer does next but times: equal ones act alike."""
-        return (self._state, self._stance, self._leader, self._early)
+        distrusted = tuple(sorted(self._distrusted))
+        return (self._state, self._stance, self._leader, self._early, self._refused, distrusted)
 
     def set_rtt(self, seconds: float) -> None:
         """Take in the round trip to a majority of the council: timeouts grow with it."""
@@ -252,8 +260,10 @@ class Agreement(Register):
 
     def lost_leader(self, peer: PeerId, now: float) -> None:
         """Nobody listens any more where `peer` was: if it leads, the election is soon."""
-        if self._leader is None or self._leader[0] != peer:
-            return
+        if self._leader is not None and self._leader[0] == peer:
+            self._be_without_leader(now)
+
+    def _be_without_leader(self, now: float) -> None:
         self._leader = None
         if not self.is_voter:
             return
@@ -261,6 +271,10 @@ class Agreement(Register):
         least, most = ELECTION_SECONDS
         soon = self._draw() * (most - least) * SOON_FRACTION * self._scale
         self._election_at = min(self._election_at, now + soon)
+
+    def _distrusts(self, peer: PeerId, now: float) -> bool:
+        """Return whether this voter wants another leader than `peer`."""
+        return now < self._distrusted.get(peer, -NEVER)
 
     def lead(
         self, draft: Draft, now: float, judge: Judge, evidence: tuple[Signed, ...] = ()
@@ -380,7 +394,7 @@ class Agreement(Register):
         may_vote = message.term > self.term or (
             message.term == self.term and self._state.voted_for in ("", sender)
         )
-        if is_led or not may_vote:
+        if is_led or not may_vote or self._distrusts(sender, now):
             return [self._told_term(sender)]
         return [Send(sender, self._say(PreVoteAnswer, term=message.term, granted=True))]
 
@@ -408,7 +422,7 @@ class Agreement(Register):
         return [*deposed, *(self._win_if_elected(now) or self._questions())]
 
     def _answer_vote(self, sender: PeerId, now: float) -> list[Effect]:
-        if self._state.voted_for not in ("", sender):
+        if self._state.voted_for not in ("", sender) or self._distrusts(sender, now):
             return []
         self._state = replace(self._state, voted_for=sender)
         self._stance = Follower()
@@ -466,6 +480,8 @@ class Agreement(Register):
             return []
         if self.is_leader:
             raise RemoteProtocolError(f"{leader} says that it leads term {term}, as I do")
+        if self._distrusts(leader, now):
+            return []
         self._stance = Follower()
         self._leader = (leader, term)
         self._heard_at = now
@@ -484,8 +500,21 @@ class Agreement(Register):
             body = decode_record(message.plan.body, PlanBody)
             refusal = judge(header, body, message.evidence)
             self._good = None if refusal else (header.hash, message.evidence)
+        if refusal:
+            self._refuse(sender, header, now)
         verdict = sign_verdict(self._identity, header, refusal)
         return [Send(sender, self._say(VerdictAnswer, verdict=verdict))]
+
+    def _refuse(self, leader: PeerId, header: PlanHeader, now: float) -> None:
+        """Note a refusal. Who keeps proposing what is not good should not lead: this voter wants
+        another one for a while, and does not vote for this one."""
+        self._refused |= {(leader, header.hash)}
+        drafts = sum(peer == leader for peer, _ in self._refused)
+        if drafts < MOST_REFUSALS or self._distrusts(leader, now):
+            return
+        self._distrusted = {**self._distrusted, leader: now + DISTRUST_SECONDS}
+        self._refused = frozenset(each for each in self._refused if each[0] != leader)
+        self._be_without_leader(now)
 
     def _answer_proposal(self, sender: PeerId, message: Propose, now: float) -> list[Effect]:
         """Accept: nothing of the content is looked at, or second thoughts could block a plan
@@ -633,7 +662,7 @@ class Agreement(Register):
         self._newest = newest
         self._state = replace(self._state, accepted=None, links=links, newest=newest.proof)
         effects = self._resign(f"epoch {newest.header.epoch} was decided without it", now)
-        self._leader, self._good = None, None
+        self._leader, self._good, self._refused = None, None, frozenset()
         self._wait(now)
         return [*effects, Adopted(newest), *self._answer_early(now)]
 

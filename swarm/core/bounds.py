@@ -24,6 +24,9 @@ from swarm.core.wiring import backward_edge_seconds, edge_seconds, stage_limits
 Range = tuple[int, int]
 Group = tuple[int, ...]
 
+MOST_KEPT = 128
+"""Of so many peers, what a cut is like between any two is computed once."""
+
 
 @dataclass(frozen=True)
 class _Stage:
@@ -42,6 +45,17 @@ class _Stage:
 
 
 @dataclass(frozen=True)
+class _Cut:
+    """What pairs of a cut are like, (sources, targets) each."""
+
+    capacities: Floats
+    """Microbatches per second there and back."""
+    ways: Floats
+    backward: Floats
+    """0 where nothing gets through."""
+
+
+@dataclass(frozen=True)
 class _Boundary:
     rate: float
     shortest: float
@@ -54,8 +68,7 @@ class Bounds:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._limits: dict[Range, Floats] = {}
-        self._capacities: dict[int, Floats] = {}
-        self._ways: dict[int, tuple[Floats, Floats]] = {}
+        self._cuts: dict[int, _Cut] = {}
         self._stages: dict[tuple[Range, Group], _Stage] = {}
         self._boundaries: dict[tuple[Range, Group, Range, Group], _Boundary] = {}
 
@@ -129,22 +142,19 @@ class Bounds:
         self, before: Range, sources: Group, after: Range, targets: Group
     ) -> _Boundary:
         cut = after[0]
-        pairs = np.ix_(sources, targets)
-        capacities = self.capacities(cut)[pairs]
-        ways, backward = self._ways_over(cut)
+        over = self._over(cut, sources, targets)
         if cut:
             sending = self.limits(before)[list(sources)]
         else:
             sending = self.problem.uplink[list(sources)] / max(self.problem.forward_bytes(0), 1e-9)
             sending = np.where(np.isin(sources, targets), np.inf, sending)
         receiving = self.limits(after)[list(targets)]
-        sent = np.minimum(capacities.sum(axis=1), sending).sum()
-        received = np.minimum(capacities.sum(axis=0), receiving).sum()
-        usable = backward[pairs][np.isfinite(ways[pairs])]
+        sent = np.minimum(over.capacities.sum(axis=1), sending).sum()
+        received = np.minimum(over.capacities.sum(axis=0), receiving).sum()
         return _Boundary(
             rate=float(min(sent, received)),
-            shortest=float(ways[pairs].min()),
-            longest_backward=float(usable.max(initial=0.0)),
+            shortest=float(over.ways.min()),
+            longest_backward=float(over.backward.max()),
         )
 
     def limits(self, layers: Range) -> Floats:
@@ -154,25 +164,40 @@ class Bounds:
             found = self._limits[layers] = stage_limits(self.problem, *layers)
         return found
 
-    def capacities(self, cut: int) -> Floats:
-        """Return microbatches per second that the way from i to j and back carries, (n, n)."""
-        found = self._capacities.get(cut)
+    def _over(self, cut: int, sources: Group, targets: Group) -> "_Cut":
+        """Return what a cut is like between these; of few peers, all pairs are kept."""
+        everybody = tuple(range(len(self.problem.peers)))
+        if len(everybody) > MOST_KEPT:
+            return _cut_between(self.problem, cut, sources, targets)
+        found = self._cuts.get(cut)
         if found is None:
-            problem = self.problem
-            with np.errstate(divide="ignore", invalid="ignore"):
-                there = problem.bandwidth / problem.forward_bytes(cut)
-                back = problem.bandwidth.T / problem.backward_bytes(cut)
-            found = np.fmin(np.where(np.isnan(there), np.inf, there), back)
-            found[~np.isfinite(self._ways_over(cut)[0])] = 0.0
-            found = self._capacities[cut] = np.minimum(found, 1e12)
-        return found
+            found = self._cuts[cut] = _cut_between(self.problem, cut, everybody, everybody)
+        pairs = np.ix_(sources, targets)
+        return _Cut(found.capacities[pairs], found.ways[pairs], found.backward[pairs])
 
-    def _ways_over(self, cut: int) -> tuple[Floats, Floats]:
-        found = self._ways.get(cut)
-        if found is None:
-            found = (edge_seconds(self.problem, cut), backward_edge_seconds(self.problem, cut))
-            self._ways[cut] = found
-        return found
+
+def pair_rates(
+    problem: Problem, cut: int, sources: Sequence[int], targets: Sequence[int]
+) -> Floats:
+    """Return microbatches per second that each way over a cut and back carries at most, (sources,
+    targets); at most 1e12."""
+    onward = problem.bandwidth[np.ix_(sources, targets)]
+    backward = problem.bandwidth[np.ix_(targets, sources)].T
+    size, size_back = problem.forward_bytes(cut), problem.backward_bytes(cut)
+    there = onward / size if size else np.full_like(onward, np.inf)
+    back = backward / size_back if size_back else np.full_like(onward, np.inf)
+    made: Floats = np.minimum(np.minimum(there, back), 1e12)
+    made[(onward == 0) | (backward == 0)] = 0.0
+    return made
+
+
+def _cut_between(
+    problem: Problem, cut: int, sources: Sequence[int], targets: Sequence[int]
+) -> _Cut:
+    ways = edge_seconds(problem, cut, sources, targets)
+    backward = backward_edge_seconds(problem, cut, sources, targets)
+    backward[~np.isfinite(ways)] = 0.0
+    return _Cut(pair_rates(problem, cut, sources, targets), ways, backward)
 
 
 def bound_of(problem: Problem, assignment: Assignment) -> float:

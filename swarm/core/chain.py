@@ -7,8 +7,10 @@ genesis to the newest one (*links*, without bodies), not all. The recovery key a
 generation: its plan is the root of the chain from then on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from protocol.errors import RemoteProtocolError
 from protocol.packing import canonical
@@ -25,10 +27,12 @@ from protocol.records import (
     PlanHeader,
     Record,
     council_hash,
+    decode_body,
     decode_record,
     sha256,
 )
 from protocol.signing import PeerId, verify
+from swarm.core.memo import by_identity
 
 HARD_STATE = "agreement"
 """Under which name the hard state is stored."""
@@ -58,6 +62,16 @@ class HardState(Record, frozen=True):
     """The newest certified plan; None for the genesis."""
     active: CertifiedPlan | None = None
     """The plan that this peer works by; None for the genesis."""
+
+    def with_plans(self, changed: Callable[[CertifiedPlan], CertifiedPlan]) -> "HardState":
+        """Return the state with those of its plans changed that have bodies."""
+        accepted = self.accepted
+        return replace(
+            self,
+            accepted=accepted and replace(accepted, plan=changed(accepted.plan)),
+            newest=self.newest and changed(self.newest),
+            active=self.active and changed(self.active),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +218,14 @@ def open_plan(proof: CertifiedPlan, header: PlanHeader) -> Plan:
 
     Raises RemoteProtocolError if the body is another's or does not decode."""
     _check_body(proof, header)
-    return Plan(header, decode_record(proof.body, PlanBody), proof)
+    data, body = decode_body(proof.body)
+    return Plan(header, body, CertifiedPlan(proof.header, data, proof.certificate))
+
+
+@by_identity
+def hash_of_body(body: bytes) -> bytes:
+    """Return SHA-256 of a body's bytes."""
+    return sha256(body)
 
 
 def without_body(plan: CertifiedPlan) -> CertifiedPlan:
@@ -274,7 +295,7 @@ def _check_header(plan: CertifiedPlan, run: bytes) -> PlanHeader:
 
 
 def _check_body(plan: CertifiedPlan, header: PlanHeader) -> None:
-    of_header = header.body_hash == sha256(plan.body)
+    of_header = header.body_hash == hash_of_body(plan.body)
     _check_rules({"its body is the one that the header names": of_header}, _name(header))
 
 

@@ -20,10 +20,11 @@ from protocol.messages import (
     Resume,
     StartReduction,
 )
-from protocol.records import Training
+from protocol.records import PlanBody, Training
 from protocol.signing import PeerId
 from swarm.core.effects import Send
 from swarm.core.ledger import mask_of
+from swarm.core.memo import by_identity
 from swarm.core.settlement import NoHolder, settle
 from swarm.core.step import Effect, Mishap, Role, Trouble, audience_of, replicas_of
 from swarm.core.totals import totals_of
@@ -136,7 +137,7 @@ class StepCoordinator:
         """Take in what a member holds; with the last one, let the step in hand go on.
 
         Raises RemoteProtocolError if `sender` has nothing to report."""
-        if sender not in (*self._replicas(), *self._leavers()):
+        if not self._reports_to_me(sender):
             raise RemoteProtocolError(f"{sender} reports and hosts no stage")
         self._check_bitmaps(sender, message)
         self._reports[sender] = message
@@ -147,11 +148,15 @@ class StepCoordinator:
         self._without_leavers = True
         return self._resume()
 
+    def _reports_to_me(self, sender: PeerId) -> bool:
+        return sender in _peers_of_replicas(self.role.body) or sender in self._leavers()
+
     def _resume(self) -> list[Effect | NoHolder]:
-        awaited = set(self._replicas())
-        if not self._without_leavers:
-            awaited |= set(self._leavers())
-        if self._step >= 0 or awaited - set(self._reports):
+        replicas = _peers_of_replicas(self.role.body)
+        if self._step >= 0 or len(self._reports) < len(replicas):
+            return []
+        awaited = replicas if self._without_leavers else {*replicas, *self._leavers()}
+        if awaited - self._reports.keys():
             return []
         count = self.training.microbatches_per_step
         settled = settle(self.role.body, self.role.lineage, count, self._reports, self.tied)
@@ -187,7 +192,7 @@ class StepCoordinator:
         if message.step != self._step:
             return []
         self._prepared[sender] = message
-        if set(self._prepared) != set(self._replicas()):
+        if self._prepared.keys() != _peers_of_replicas(self.role.body):
             return []
         trouble = self._split_gradient()
         if trouble:
@@ -236,6 +241,11 @@ class StepCoordinator:
             if len(said) != 1:
                 return f"step {self._step}: replicas of stage {stage} reduced different gradients"
         return ""
+
+
+@by_identity
+def _peers_of_replicas(body: PlanBody) -> frozenset[PeerId]:
+    return frozenset(member.peer for stage in body.stages for member in stage.replicas)
 
 
 def _named(mask: int) -> str:

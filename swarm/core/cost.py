@@ -106,14 +106,19 @@ def predict(problem: Problem, assignment: Assignment, flow: Flow | None = None) 
 
 def path_seconds(problem: Problem, assignment: Assignment, flow: Flow) -> float:
     """Return fill and drain: the way of one average microbatch alone, there and back."""
-    total = 0.0
+    return sum(stage_path_seconds(problem, assignment, flow))
+
+
+def stage_path_seconds(problem: Problem, assignment: Assignment, flow: Flow) -> tuple[float, ...]:
+    """Return the part of each stage in `path_seconds`: the way to it and back, and its compute."""
+    made = []
     for stage, unit in enumerate(flow.unit):
         group = list(assignment.groups[stage])
         first, last = assignment.ranges[stage]
-        ways = edge_seconds(problem, first)[np.ix_(sources_of(assignment, stage), group)]
+        ways = edge_seconds(problem, first, sources_of(assignment, stage), group)
         seconds = ways + problem.seconds(first, last) / problem.speed[group]
-        total += _weighed(unit, seconds)
-    return total
+        made.append(_weighed(unit, seconds))
+    return tuple(made)
 
 
 def hidden_seconds(problem: Problem, assignment: Assignment, flow: Flow) -> tuple[float, ...]:
@@ -123,7 +128,7 @@ def hidden_seconds(problem: Problem, assignment: Assignment, flow: Flow) -> tupl
     for stage in range(1, len(assignment.groups)):
         group = list(assignment.groups[stage - 1])
         first, last = assignment.ranges[stage - 1]
-        ways = backward_edge_seconds(problem, last)[np.ix_(group, assignment.groups[stage])]
+        ways = backward_edge_seconds(problem, last, group, assignment.groups[stage])
         seconds = ways + problem.backward_seconds(first, last) / problem.speed[group][:, None]
         made.append(made[-1] + _weighed(units[stage], seconds))
     return tuple(made)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from protocol.records import Member, PlanBody
 from swarm.core.ballots import Draft
-from swarm.core.planning import feeders_of, first_plan, members_of
+from swarm.core.planning import feeding_members, first_plan, members_of
 from swarm.core.roles import (
     Roles,
     Situation,
@@ -18,10 +18,10 @@ from swarm.core.roles import (
     employ,
     fill,
     finished,
+    follow_aims,
     let_stand_by,
     part,
     promote,
-    rebalance,
     survivors,
     take_in,
 )
@@ -49,10 +49,17 @@ def next_draft(situation: Situation) -> Draft | NoHolder | None:
     body = situation.body
     if not body.stages or body.ended or body.halted:
         return None
-    gone = _gone(situation)
+    try:
+        return _next_draft(situation, _gone(situation))
+    except NoFeasiblePlan as error:
+        return NoHolder(f"{error.what} ({error.hint})")
+
+
+def _next_draft(situation: Situation, gone: Mapping[Member, str]) -> Draft | NoHolder | None:
     if _rollback_wanted(situation):
         return _back(situation, gone)
-    if situation.lost_work or (gone and not (situation.settled and _idle(body, gone))):
+    idle = situation.settled and _idle(situation.body, gone)
+    if situation.lost_work or (gone and not idle):
         return _repair(situation, gone)
     if situation.settled and situation.version < situation.manifest.training.steps:
         return _planned(situation, gone)
@@ -108,7 +115,7 @@ def _repair(situation: Situation, gone: Mapping[Member, str]) -> Draft | NoHolde
         if situation.waited_seconds <= RESTART_SECONDS and not _all_back(situation, gone, empty):
             return NoHolder(f"{reason}: waiting for a peer to come back")
         return _rollback(situation, gone, reason)
-    if not feeders_of(roles.candidates, roles.groups):
+    if not feeding_members(roles.candidates, roles.groups):
         return _without_feeders(roles, situation.version, situation.header.lineage)
     return draft_of(roles, "repair", situation.version, situation.header.lineage)
 
@@ -163,7 +170,7 @@ def _rollback(
     for stage, group in enumerate(roles.groups):
         if not group and not fill(roles, stage):
             return _recut(roles, version)
-    if not feeders_of(roles.candidates, roles.groups):
+    if not feeding_members(roles.candidates, roles.groups):
         return _without_feeders(roles, version, situation.header.lineage + 1)
     return draft_of(roles, "repair", version, situation.header.lineage + 1)
 
@@ -174,7 +181,7 @@ def _recut(roles: Roles, version: int) -> Draft | NoHolder:
     training = situation.manifest.training
     stages = min(len(situation.body.stages), len(roles.members))
     try:
-        body = first_plan(training, roles.candidates, stages)
+        body = first_plan(training, roles.candidates, stages, situation.estimates)
     except NoFeasiblePlan as error:
         return NoHolder(f"{error.what}: waiting for a peer to come back")
     return finished(roles, body, "repair", version, situation.header.lineage + 1)
@@ -184,14 +191,34 @@ def _planned(situation: Situation, gone: Mapping[Member, str]) -> Draft | None:
     roles = survivors(situation, gone)
     promote(roles, version=0)  # it waits until they have caught up
     take_in(roles, gone)
-    let_stand_by(roles, roles.idle())
-    rebalance(roles)
+    (situation.place or follow_aims)(roles)
+    promote(roles, version=0)  # who was to have no work until now
     draft = draft_of(roles, "planned", situation.version + 1, situation.header.lineage)
-    body, before = draft.body, situation.body
-    same = (body.members, body.stages, body.standby, body.feeders) == (
-        before.members,
+    body, before, header = draft.body, situation.body, situation.header
+    if situation.is_calm and not is_needed(body, before) and draft.council == header.council:
+        return None
+    same = body.members == before.members and same_roles(body, before)
+    return None if same and draft.council == header.council else draft
+
+
+def same_roles(body: PlanBody, before: PlanBody) -> bool:
+    """Return whether everybody does the same by two plans."""
+    return (body.stages, body.feeders, body.wiring) == (
         before.stages,
-        before.standby,
         before.feeders,
-    )
-    return None if same and draft.council == situation.header.council else draft
+        before.wiring,
+    ) and _waiting(body) == _waiting(before)
+
+
+def is_needed(body: PlanBody, before: PlanBody) -> bool:
+    """Return whether a plan takes in or leaves out somebody, or gives somebody work: others only
+    improve on the one before."""
+    if members_of(body) != members_of(before):
+        return True
+    working = {member for stage in before.stages for member in stage.replicas}
+    return any(member not in working for stage in body.stages for member in stage.replicas)
+
+
+def _waiting(body: PlanBody) -> list[tuple[Member, int, bool]]:
+    """Who stands by for what, and whether it is to work: figures in reasons may change."""
+    return [(each.member, each.stage, bool(each.reason)) for each in body.standby]

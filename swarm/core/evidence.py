@@ -64,14 +64,20 @@ class Evidence:
         them and they are not gone themselves: then the plan keeps them, and whoever reviews it
         counts them as well.
         """
+        if not self._known and not sure:
+            self._counted = {}
+            return {}
         found = {}
         for member in members:
             reason = sure.get(member) or self._own_word(member)
             if reason:
                 found[member] = reason
         others = [each for each in members if each not in found and each.peer != self._me]
+        nobody: dict[PeerId, str] = {}
         observers = {
             member: self._observers(member, now, excused=member.peer in waiting)
+            if member in self._known
+            else nobody
             for member in others
         }
         reached = {member.peer for member in others if self._me not in observers[member]}
@@ -82,14 +88,15 @@ class Evidence:
             counted = reached - {member.peer for member in unheard}
             return len(counted & observers[target].keys()) >= needed
 
-        accused = [member for member in others if enough(member, ())]
+        accused = [member for member in others if observers[member] and enough(member, ())]
         while not all(enough(member, accused) for member in accused):
             # Somebody is accused by who is accused as well: that has to wait for other observers.
             accused = [member for member in accused if enough(member, accused)]
         for member in accused:
             found[member] = observers[member][min(observers[member])]
         kept = reached - {member.peer for member in accused}
-        self._counted = {member: self._first(kept, member, now, waiting) for member in members}
+        told = [member for member in members if member in self._known]
+        self._counted = {member: self._first(kept, member, now, waiting) for member in told}
         return {member: found[member] for member in sorted(found, key=lambda each: each.peer)}
 
     def _first(

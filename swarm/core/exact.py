@@ -14,9 +14,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.core.bounds import Bounds
+from swarm.core.bounds import Bounds, pair_rates
+from swarm.core.candidates import BETTER, Search, budget_for
+from swarm.core.estimate import INFEASIBLE
 from swarm.core.problem import Floats, Problem
-from swarm.core.solver import BETTER, INFEASIBLE, Search, budget_for, check_solvable
+from swarm.core.solver import check_solvable
 from swarm.core.starts import Range, Start, stage_counts
 from swarm.core.wiring import edge_seconds
 from swarm.errors import NoFeasiblePlan
@@ -195,13 +197,15 @@ class _Tables:
         """Return (masks, masks): rate of the links at a cut at most, shortest way at least."""
         found = self._boundaries.get(cut)
         if found is None:
-            capacities = self._bounds.capacities(cut).copy()
+            everybody = range(self._count)
+            ways = edge_seconds(self._problem, cut, everybody, everybody)
+            capacities = pair_rates(self._problem, cut, everybody, everybody)
             np.fill_diagonal(capacities, 1e12)
             sending, receiving = _peer_rates(self._problem, cut)
             sent = np.minimum(capacities @ self._bits.T, sending[:, None])
             received = np.minimum(self._bits @ capacities, receiving[None, :])
             rates = np.minimum(self._bits @ sent, received @ self._bits.T)
-            found = rates, self._least(self._least(edge_seconds(self._problem, cut)).T).T
+            found = rates, self._least(self._least(ways).T).T
             self._boundaries[cut] = found
         return found
 

@@ -7,20 +7,22 @@ lower peer and to the lower stage.
 import math
 from collections.abc import Iterator, Sequence
 
+from swarm.core.candidates import Search, budget_for
 from swarm.core.cost import Prediction, predict
 from swarm.core.problem import Assignment, Problem, Standby, is_assignment
 from swarm.core.rebalance import stage_seconds
 from swarm.core.regrouping import idle
-from swarm.core.solver import Search, budget_for, check_solvable
+from swarm.core.solver import check_solvable
 from swarm.core.starts import Range, stage_counts
 from swarm.core.wiring import feeding_rates, proportional_flow
 from swarm.errors import NoFeasiblePlan
 
 
 def greedy_answer(problem: Problem) -> tuple[Assignment, Prediction]:
-    """Return the best of what the search begins with (`Search.begin`): the best-bounded starts,
-    with one peer after the other where it helps most, and what the peers do now, rebalanced. All
-    with the wiring in proportion to what replicas can take.
+    """Return the best of what the search begins with (`Search.begin`): the best-bounded starts, of
+    a small swarm with one peer after the other where it helps most, of a large one after greedy
+    moves; and what the peers do now, rebalanced. All with the wiring in proportion to what replicas
+    can take.
 
     Raises NoFeasiblePlan if none is feasible.
     """

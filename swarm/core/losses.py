@@ -40,9 +40,10 @@ class Losses:
             recent = [at for at in self._times.get(pair, ()) if at > now - APART_SECONDS]
             self._times[pair] = [*recent, now]
 
-    def heard(self, peer: PeerId, at: float) -> None:
-        """A peer is alive."""
+    def heard(self, peer: PeerId, at: float) -> bool:
+        """A peer is alive. Return whether that can change anything now."""
         self._heard[peer] = at
+        return bool(self._lost)
 
     def adopted(self, key: Key, *, at_once: bool) -> None:
         """There is a newer plan; a planned one leaves the work to go on meanwhile."""

@@ -5,6 +5,7 @@ member out. Sans-IO: `now` is in seconds of any clock that does not go back, and
 done is returned as effects.
 """
 
+import heapq
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from protocol.messages import Heartbeat
 from protocol.records import Member, Signed
 from protocol.signing import PeerId
 from swarm.core.evidence import REPORT_MISSING, RESUME_MISSING, Evidence
+from swarm.core.memo import by_identity
+from swarm.core.pace import HEARTBEAT_SECONDS, Pace
 from swarm.core.silence import Rhythm, Watched
 from swarm.core.waiting import Waits, limit_seconds
 
@@ -25,6 +28,8 @@ DIAL_ROUND_TRIPS = 10
 RTT_SAMPLES = 8
 REACHED_SECONDS = 3.0
 """Who was heard so recently, on an open link, is reached."""
+REACHED_PERIODS = 2
+"""Of a large swarm's heartbeats: the last one still says something of now."""
 ACCUSE_SECONDS = 5.0
 """How often an accusation is repeated while its reason lasts."""
 PAUSE_SECONDS = 0.5
@@ -87,8 +92,10 @@ class Membership:
 
     def __init__(self, me: Member) -> None:
         self._me = me
-        self._members: frozenset[Member] = frozenset()
+        self._members: Mapping[PeerId, Member] = {}
+        self._pace = Pace(0)
         self._watched: dict[PeerId, Watched] = {}
+        self._queue: list[tuple[float, PeerId]] = []
         self._rhythms: dict[PeerId, Rhythm] = {}
         self._boots: dict[PeerId, int] = {}
         self._rtt_seconds: dict[PeerId, deque[float]] = {}
@@ -102,46 +109,95 @@ class Membership:
         self._watches = 0
         self._gave_up_at = -float("inf")
         self._expired_at: float | None = None
+        self._asks = True
+        self.changes = 0
+        """Grows with whatever `gone` or `suspects` depend on, but time."""
 
     # --- who matters ---------------------------------------------------------------------
 
     def watch(
-        self, members: Sequence[Member], now: float, coordinator: PeerId = ""
+        self,
+        members: Sequence[Member],
+        now: float,
+        coordinator: PeerId = "",
+        near: Mapping[PeerId, float] | None = None,
     ) -> list[Effect]:
         """Watch whom the newly adopted plan names, and nobody else.
 
         Observations and charges are settled by the plan, silence is not. Call it once for each
-        plan. `coordinator` is its step coordinator."""
+        plan. `coordinator` is its step coordinator. `near` names those whose silence means
+        something to this peer, and how often each is to be heard, in seconds; None: all, every
+        second. Of the others it notices what their links and their own words tell."""
+        self.changes += 1
         self._watches += 1
-        self._members = frozenset(members)
+        self._members = _by_peer(members)
+        self._pace = Pace(len(members))
         self._evidence.begin_epoch(coordinator)
-        self._waits = Waits(coordinator)
-        named = {member.peer: member for member in members if member.peer != self._me.peer}
-        before, self._watched = self._watched, {}
-        for peer, member in sorted(named.items()):
-            known = before.get(peer)
-            if known is None or known.member != member:
-                known = Watched(member, now, self._rhythms.setdefault(peer, Rhythm()))
-            known.charge = ""
+        self._waits = Waits(coordinator, self._pace.heartbeat_seconds)
+        before, self._watched, self._queue = self._watched, {}, []
+        for peer in sorted(before):
+            known = before[peer]
+            if self._members.get(peer) != known.member:
+                continue
+            was_charged, known.charge = bool(known.charge), ""
             if known.is_told:
                 known.is_told, known.accuse_at = False, now
-            self._watched[peer] = known
-        self._sure = {each: why for each, why in self._sure.items() if each in members}
-        self._unreported = {each: at for each, at in self._unreported.items() if each in members}
-        effects = self._own_older_boot(members)
-        for watched in list(self._watched.values()):
+            if near is None or known.period is not None or known.suspicion or was_charged:
+                known.looked_at = float("inf")
+                self._watched[peer] = known
+        if self._sure:
+            kept = {each for each in self._sure if self._members.get(each.peer) == each}
+            self._sure = {each: why for each, why in self._sure.items() if each in kept}
+        self._unreported = {
+            each: at
+            for each, at in self._unreported.items()
+            if self._members.get(each.peer) == each
+        }
+        self.attend(near, now)
+        effects = self._own_older_boot()
+        for _, watched in sorted(self._watched.items()):
             if watched.member in self._sure:
                 effects += self._charge(watched, self._sure[watched.member], now)
             else:
                 effects += self._started_again(watched, now)
+            self._look_at(watched)
         return effects
 
-    def _own_older_boot(self, members: Sequence[Member]) -> list[Effect]:
+    def attend(self, near: Mapping[PeerId, float] | None, now: float) -> None:
+        """From now on the silence of `near` means something, and of nobody else, as for `watch`."""
+        self._asks = near is None or len(near) > len(self._members) // 2
+        if near is None:
+            near = dict.fromkeys(self._members, HEARTBEAT_SECONDS)
+        for peer, watched in self._watched.items():
+            if peer not in near:
+                watched.period = None
+        for peer in sorted(near):
+            watched_ = self._noticed(peer, now)
+            if watched_ is None:
+                continue
+            if watched_.period is None:
+                watched_.heard_at, watched_.was_heard = now, False
+            watched_.period = near[peer]
+            self._look_at(watched_)
+
+    def _noticed(self, peer: PeerId, now: float) -> Watched | None:
+        """Return what is known of a member, from now on if nothing was; None for all others, and
+        this peer."""
+        watched = self._watched.get(peer)
+        member = self._members.get(peer)
+        if watched is None and member is not None and peer != self._me.peer:
+            rhythm = self._rhythms.setdefault(peer, Rhythm())
+            watched = self._watched[peer] = Watched(member, now, rhythm, None)
+        return watched
+
+    def _own_older_boot(self) -> list[Effect]:
         """If the plan names an older boot of this peer, it has no role: by its own word."""
         reason = f"has started again (boot {self._me.boot})"
-        older = [each for each in members if each.peer == self._me.peer and each != self._me]
-        self._sure |= dict.fromkeys(older, reason)
-        return [Accuse(member, reason) for member in older]
+        named = self._members.get(self._me.peer, self._me)
+        if named == self._me:
+            return []
+        self._sure[named] = reason
+        return [Accuse(named, reason)]
 
     @property
     def suspects(self) -> tuple[PeerId, ...]:
@@ -176,11 +232,15 @@ class Membership:
         """A peer has said something, whatever it was. A newer boot makes the older one gone at
         once."""
         peer = member.peer
-        self._boots[peer] = max(self.boot_of(peer), member.boot)
+        if member.boot > self.boot_of(peer):
+            self._boots[peer] = member.boot
+            self.changes += 1
         if rtt_seconds is not None:
             self._rtt_seconds.setdefault(peer, deque(maxlen=RTT_SAMPLES)).append(rtt_seconds)
-        effects = self._answer_askers(member)
+        effects = self._answer_askers(member) if self._probes else []
         watched = self._watched.get(peer)
+        if watched is None and member.boot > self._members.get(peer, member).boot:
+            watched = self._noticed(peer, now)
         if watched is None or member.boot < watched.member.boot:
             return effects
         if member.boot > watched.member.boot:
@@ -189,8 +249,10 @@ class Membership:
         doubted, watched.suspicion = watched.suspicion or watched.is_told, ""
         if doubted and not watched.charge:
             watched.is_told = False
+            self.changes += 1
             self._evidence.withdraw(self._me.peer, member)
             effects.append(Cleared(member))
+        self._look_at(watched)
         return effects
 
     def _started_again(self, watched: Watched, now: float) -> list[Effect]:
@@ -203,7 +265,7 @@ class Membership:
 
     def left(self, member: Member, now: float) -> list[Effect]:
         """A member has said that it stops. It is not waited for."""
-        watched = self._watched.get(member.peer)
+        watched = self._noticed(member.peer, now)
         if watched is None or watched.member != member or member in self._sure:
             return []
         self._sure[member] = "has left"
@@ -224,30 +286,31 @@ class Membership:
     def dial_refused(self, peer: PeerId, reason: str, now: float) -> list[Effect]:
         """Nobody listens where a peer was. After a lost link that is a suspicion at once."""
         failed = self.probe_failed(peer, reason)
-        watched = self._watched.get(peer)
         lost = self._lost.get(peer)
+        watched = self._noticed(peer, now) if lost is not None else None
         why = f"its link was lost ({lost}) and nobody listens ({reason})"
-        if watched is None or lost is None or watched.suspicion == why:
+        if watched is None or watched.suspicion == why:
             return failed
-        watched.suspicion, watched.ask_at = why, now + ASK_SECONDS
-        return [*failed, AskOthers(watched.member), self._accuse(watched, now)]
+        watched.suspicion, watched.ask_at = why, now + self._ask_seconds
+        accusation = self._accuse(watched, now)
+        return [*failed, *self._ask(watched), accusation]
 
     # --- time --------------------------------------------------------------------------------
 
     @property
+    def has_not_begun(self) -> bool:
+        """Return whether `expire` was never called: pauses count from its first call on."""
+        return self._expired_at is None
+
+    @property
     def deadline(self) -> float:
         """When `expire` has to be called next; infinite if nobody is watched."""
-        times = [until for _, until in self._probes.values()]
-        for watched in self._watched.values():
-            if watched.suspicion:
-                times.append(watched.ask_at)
-            else:
-                times.append(watched.heard_at + watched.patience_seconds)
-            if watched.suspicion or watched.charge:
-                times.append(watched.accuse_at)
-        if self._watched and self._expired_at is not None:
-            times.append(self._expired_at + ASK_SECONDS)
-        return min(times, default=float("inf"))
+        due = self._next_look()
+        for _, until in self._probes.values():
+            due = min(due, until)
+        if self._queue and self._expired_at is not None:
+            due = min(due, self._expired_at + ASK_SECONDS)
+        return due
 
     def expire(self, now: float) -> list[Effect]:
         """Do what is due. Call it at `deadline`, and at least once a second."""
@@ -256,18 +319,57 @@ class Membership:
         for key in sorted(self._probes):
             if self._probes[key][1] <= now:
                 effects.append(self._fail(key, "does not answer a ping"))
-        for _, watched in sorted(self._watched.items()):
+        for watched in self._due(now):
             silent = now - watched.heard_at
-            # The same sum as in `deadline`: rounding must not leave it in the past.
-            if not watched.suspicion and now >= watched.heard_at + watched.patience_seconds:
+            if not watched.suspicion and now >= watched.silent_from:
                 effects += self._suspect(watched, f"has been silent for {silent:.1f} s", now)
                 continue
             if watched.suspicion and watched.ask_at <= now:
-                watched.ask_at = now + ASK_SECONDS
-                effects += [Probe(watched.member), AskOthers(watched.member)]
+                watched.ask_at = now + self._ask_seconds
+                effects += [Probe(watched.member), *self._ask(watched)]
             if (watched.suspicion or watched.charge) and watched.accuse_at <= now:
                 effects.append(self._accuse(watched, now))
+            self._look_at(watched)
         return effects
+
+    @property
+    def _ask_seconds(self) -> float:
+        return ASK_SECONDS if self._asks else ACCUSE_SECONDS
+
+    def _ask(self, watched: Watched) -> list[Effect]:
+        """In a large swarm who hears all members asks others, once for all who have noticed."""
+        return [AskOthers(watched.member)] if self._asks or watched.period is not None else []
+
+    def _look_at(self, watched: Watched) -> None:
+        """Note when something is to be done about a member. What is queued may be too early."""
+        due = watched.due_at
+        if due < watched.looked_at:
+            watched.looked_at = due
+            heapq.heappush(self._queue, (due, watched.member.peer))
+
+    def _next_look(self) -> float:
+        """Return when something is to be done about anybody."""
+        while self._queue:
+            at, peer = self._queue[0]
+            watched = self._watched.get(peer)
+            if watched is not None and watched.looked_at == at:
+                if watched.due_at <= at:
+                    return at
+                watched.looked_at = float("inf")
+                heapq.heappop(self._queue)
+                self._look_at(watched)
+            else:
+                heapq.heappop(self._queue)
+        return float("inf")
+
+    def _due(self, now: float) -> list[Watched]:
+        """Return about whom something is to be done now, in order of peer."""
+        found = {}
+        while self._next_look() <= now:
+            _, peer = heapq.heappop(self._queue)
+            found[peer] = self._watched[peer]
+            found[peer].looked_at = float("inf")
+        return [found[peer] for peer in sorted(found)]
 
     def _forgive_own_pause(self, now: float) -> None:
         """While this peer stood still (stopped, swapped out), nobody was silent, and what others
@@ -281,6 +383,7 @@ class Membership:
                     watched.is_asked_again = True
                     watched.ask_at = now
                     watched.accuse_at = now + self._answer_seconds(watched.member.peer)
+                    self._look_at(watched)
             self._probes = {
                 key: (target, max(until, now + ASK_SECONDS))
                 for key, (target, until) in self._probes.items()
@@ -289,17 +392,21 @@ class Membership:
 
     def _suspect(self, watched: Watched, reason: str, now: float) -> list[Effect]:
         """See for oneself first: who has only stood still answers at once."""
+        self.changes += 1
         watched.suspicion, watched.is_asked_again = reason, False
-        watched.ask_at = now + ASK_SECONDS
+        watched.ask_at = now + self._ask_seconds
         watched.accuse_at = now + self._answer_seconds(watched.member.peer)
-        return [Probe(watched.member), AskOthers(watched.member)]
+        self._look_at(watched)
+        return [Probe(watched.member), *self._ask(watched)]
 
     def _charge(self, watched: Watched, reason: str, now: float) -> list[Effect]:
         watched.charge = reason
         return [self._accuse(watched, now)]
 
     def _accuse(self, watched: Watched, now: float) -> Accuse:
+        self.changes += 1
         watched.is_told, watched.accuse_at = True, now + ACCUSE_SECONDS
+        self._look_at(watched)
         return Accuse(watched.member, watched.charge or watched.suspicion)
 
     def _answer_seconds(self, peer: PeerId) -> float:
@@ -378,16 +485,19 @@ class Membership:
     ) -> list[Effect]:
         """Give up who is awaited for too long, as waiting.py says. A heartbeat of who is silent
         says nothing about now."""
+        reached = max(REACHED_SECONDS, REACHED_PERIODS * self._pace.heartbeat_seconds)
+        if self._pace.is_small:
+            reached = REACHED_SECONDS
         fresh = {
             peer: each
             for peer, each in heartbeats.items()
-            if self.silent_seconds(peer, now) <= REACHED_SECONDS
+            if self.silent_seconds(peer, now) <= reached
         }
         effects: list[Effect] = []
         for awaited, reason in self._waits.overdue(fresh, predicted_task_seconds, now):
-            watched = self._watched.get(awaited)
-            if watched is not None:
-                effects += self._charge_once(watched.member, reason, now)
+            member = self._members.get(awaited)
+            if member is not None:
+                effects += self._charge_once(member, reason, now)
         return effects
 
     def report_missing(self, member: Member, now: float) -> list[Effect]:
@@ -408,7 +518,7 @@ class Membership:
         return self._charge_once(coordinator, RESUME_MISSING, now)
 
     def _charge_once(self, member: Member, reason: str, now: float) -> list[Effect]:
-        watched = self._watched.get(member.peer)
+        watched = self._noticed(member.peer, now)
         if watched is None or watched.member != member or watched.charge:
             return []
         return self._charge(watched, reason, now)
@@ -419,15 +529,27 @@ class Membership:
         """Collect an observation of the newest epoch, this peer's own as well. Whether `observer`
         signed it, and for which epoch, has been checked. Only members have a word, and only about
         members."""
-        known = {self._me.peer, *(member.peer for member in self._members)}
-        if target in self._members and observer in known:
+        is_member = observer in self._members or observer == self._me.peer
+        if is_member and self._members.get(target.peer) == target:
+            self.changes += 1
             self._evidence.add(observer, target, signed, now)
+
+    def doubt(self, target: Member, now: float) -> list[Effect]:
+        """On who hears all members of a large swarm: another does not reach one of them. See for
+        oneself, and ask others, sooner than its silence would tell."""
+        watched = self._watched.get(target.peer)
+        if self._pace.is_small or not self._asks or watched is None or watched.member != target:
+            return []
+        if watched.suspicion or watched.charge:
+            return []
+        return self._suspect(watched, "others do not reach it", now)
 
     def withdrawn(self, observer: PeerId, target: Member) -> None:
         """An observer reaches the target (again): what it said of it before does not count.
 
         What a peer says of itself stays said."""
         if observer != target.peer:
+            self.changes += 1
             self._evidence.withdraw(observer, target)
 
     def gone(
@@ -449,33 +571,6 @@ def is_stuck(task_seconds: float, predicted_task_seconds: float) -> bool:
     return task_seconds > limit_seconds(predicted_task_seconds)
 
 
-DEBOUNCE_SECONDS = 0.2
-
-
-class Debounce:
-    """Lets changes gather for 200 ms from the first one; later ones do not prolong it."""
-
-    def __init__(self, seconds: float = DEBOUNCE_SECONDS) -> None:
-        self._seconds = seconds
-        self._deadline: float | None = None
-
-    @property
-    def deadline(self) -> float:
-        """When the changes are due; infinite while there are none."""
-        return float("inf") if self._deadline is None else self._deadline
-
-    def note(self, now: float) -> None:
-        """Something has changed."""
-        if self._deadline is None:
-            self._deadline = now + self._seconds
-
-    def forget(self) -> None:
-        """Nothing is different from what it was before the first change."""
-        self._deadline = None
-
-    def due(self, now: float) -> bool:
-        """Return whether changes are to be acted on now; they are then forgotten."""
-        if now < self.deadline:
-            return False
-        self._deadline = None
-        return True
+@by_identity
+def _by_peer(members: Sequence[Member]) -> Mapping[PeerId, Member]:
+    return {member.peer: member for member in members}

@@ -1,13 +1,12 @@
-"""The first plan, and what all plans are made of: stages, feeders, wiring, predicted seconds.
+"""The first plan, and what all plans are made of.
 
-All members are given work, or stand by where the manifest limits the replicas of a stage. The
-number of stages minimises the predicted seconds per step,
-`sum(stage seconds) + (M - 1) * max(stage seconds / replicas)`: fill and drain of one microbatch,
-then the slowest stage group. Bandwidth is not part of this model, so it prefers the fewest stages
-that fit into memory; whoever knows better says how many.
+The first plan is a full solve's (`solved_plan`), or, where its owner says how many stages there
+are, an even one, in which all members are given work, or stand by where the manifest limits the
+replicas of a stage (`first_plan`). What a plan claims comes from the cost model, by the problem of
+its members (snapshot.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -15,22 +14,27 @@ from msgspec.structs import replace
 from protocol.messages import Heartbeat
 from protocol.records import (
     Completed,
-    FeederPlan,
     JoinRequest,
-    LayerProfile,
     Member,
     PeerRecord,
     PlanBody,
     PlanHeader,
     Signed,
-    StagePlan,
     StandbyPlan,
     Training,
     clip,
     decode_record,
 )
 from protocol.signing import PeerId
+from swarm.core.aims import aimed
+from swarm.core.arranging import arranged, unfed
+from swarm.core.greedy import greedy_answer
+from swarm.core.horizon import LONGEST_SECONDS
+from swarm.core.memo import by_identity
+from swarm.core.problem import Assignment, Problem
 from swarm.core.slicing import balanced_cuts, ranges_of
+from swarm.core.snapshot import problem_of
+from swarm.core.starts import fits
 from swarm.errors import NoFeasiblePlan
 
 
@@ -49,52 +53,146 @@ class Candidate:
         return Member(self.request.peer, self.request.boot)
 
 
-def first_plan(training: Training, candidates: Sequence[Candidate], stages: int = 0) -> PlanBody:
+def first_plan(
+    training: Training,
+    candidates: Sequence[Candidate],
+    stages: int = 0,
+    estimates: Mapping[PeerId, Signed] | None = None,
+) -> PlanBody:
     """Return a plan for all candidates; `stages` 0 chooses their number.
 
     If `stages` or the manifest's cuts give the number, peers are divided evenly among stages;
-    otherwise the next peer goes to the stage group that is slowest so far. Raises NoFeasiblePlan
-    if there are too few peers or layers, if nobody has the data, or if a stage's state does not
-    fit into the smallest peer's memory.
+    otherwise the greedy answer is taken (greedy.py). Raises NoFeasiblePlan if there are too few
+    peers or layers, if nobody has the data, or if a stage's state does not fit into memory.
     """
     if not candidates:
         raise NoFeasiblePlan("no peer has joined", hint="start a peer")
     candidates = sorted(candidates, key=lambda each: each.request.peer)
-    layers = candidates[0].request.layers
-    seconds = _layer_seconds(candidates)
-    wanted = len(training.slicing.cuts) + 1 if training.slicing.cuts else stages
-    _check_feasible(training, candidates, len(layers), wanted)
-    counts = [wanted] if wanted else range(1, min(len(candidates), len(layers)) + 1)
-    options = [
-        _option(training, seconds, len(candidates), count, even=bool(wanted)) for count in counts
-    ]
-    fitting = _fitting(training, candidates, options)
-    step_seconds, ranges, sizes = min(fitting, key=lambda option: option[0])
-    groups = _groups(candidates, sizes)
+    layers = len(candidates[0].request.layers)
+    count = len(training.slicing.cuts) + 1 if training.slicing.cuts else stages
+    _check_feasible(training, candidates, layers, count)
+    if not count:
+        problem = problem_for(training, candidates, estimates or {})
+        answer, _ = greedy_answer(problem)
+        everybody = aimed(problem, answer, workers=answer.groups)
+        return solved_plan(training, candidates, estimates or {}, everybody)
+    problem = problem_for(training, candidates, estimates or {}, stages=count)
+    seconds = [problem.seconds(layer, layer + 1) for layer in range(layers)]
+    ranges = ranges_of(training.slicing.cuts or balanced_cuts(seconds, count), layers)
+    _check_memory(training, candidates, ranges)
+    sizes = [len(candidates) // count + (k < len(candidates) % count) for k in range(count)]
     limit = replica_limit(training) or len(candidates)
+    groups = _groups(candidates, sizes)
     hosts = [[each.member for each in group[:limit]] for group in groups]
-    feeders = feeders_of(candidates, hosts)
+    standby = [
+        StandbyPlan(each.member, stage)
+        for stage, group in enumerate(groups)
+        for each in group[limit:]
+    ]
+    body = plan_of(problem, candidates, ranges, hosts, standby, programs=True)
+    return replace(body, reason=_first_reason(body))
+
+
+def solved_plan(
+    training: Training,
+    candidates: Sequence[Candidate],
+    estimates: Mapping[PeerId, Signed],
+    assignment: Assignment,
+) -> PlanBody:
+    """Return the first plan as a solver found it for these candidates, in order of peer."""
+    problem = problem_for(training, candidates, estimates)
+    body = plan_by(problem, candidates, assignment, programs=True)
+    return replace(body, reason=_first_reason(body))
+
+
+def plan_by(
+    problem: Problem,
+    candidates: Sequence[Candidate],
+    assignment: Assignment,
+    *,
+    programs: bool,
+) -> PlanBody:
+    """Return the plan that an assignment of these candidates, in order of peer, stands for.
+
+    Who stands by follows the stage with the fewest hosts that fits into its memory."""
+    members = [each.member for each in candidates]
+    hosts = [[members[peer] for peer in group] for group in assignment.groups]
+    sizes = [len(group) for group in hosts]
+    standby = []
+    for each in assignment.standby:
+        fitting = [
+            stage
+            for stage in range(len(hosts))
+            if fits(problem, each.peer, assignment.ranges, stage)
+        ]
+        if fitting:
+            stage = min(fitting, key=lambda stage: (sizes[stage], stage))
+            sizes[stage] += 1
+            standby.append(StandbyPlan(members[each.peer], stage, clip(each.reason)))
+    return plan_of(problem, candidates, assignment.ranges, hosts, standby, programs=programs)
+
+
+def _first_reason(body: PlanBody) -> str:
+    return (
+        f"first plan: {len(body.members)} peers, {len(body.stages)} stages, "
+        f"{body.step_seconds:.3g} s per step predicted"
+    )
+
+
+def problem_for(
+    training: Training,
+    candidates: Sequence[Candidate],
+    estimates: Mapping[PeerId, Signed],
+    *,
+    before: PlanBody | None = None,
+    stages: int = 0,
+    horizon_seconds: float = LONGEST_SECONDS,
+) -> Problem:
+    """Return the problem of these members, in order of peer (snapshot.problem_of)."""
+    return problem_of(
+        training,
+        [each.record for each in candidates],
+        [each.signed_request for each in candidates],
+        estimates,
+        before=before,
+        stages=stages,
+        horizon_seconds=horizon_seconds,
+    )
+
+
+def plan_of(
+    problem: Problem,
+    candidates: Sequence[Candidate],
+    ranges: Sequence[tuple[int, int]],
+    hosts: Sequence[Sequence[Member]],
+    standby: Sequence[StandbyPlan],
+    *,
+    programs: bool,
+) -> PlanBody:
+    """Return the plan that gives these roles; who feeds does not stand by.
+
+    With `programs` its wiring may come from a linear program. Nobody feeds if nobody has the data:
+    then nothing is predicted."""
+    feeders = feeding_members(candidates, hosts)
+    outputs = [layer.output for layer in candidates[0].request.layers]
+    if feeders:
+        made = arranged(problem, ranges, hosts, feeders, outputs, programs=programs)
+    else:
+        made = unfed(ranges, hosts, outputs)
+    feeding = {each.member for each in made.feeders}
     return PlanBody(
         members=tuple(each.record for each in candidates),
         requests=tuple(each.signed_request for each in candidates),
-        stages=tuple(
-            stage_plan(candidates[0].request.layers, first, last, group)
-            for (first, last), group in zip(ranges, hosts, strict=True)
-        ),
-        feeders=feeders,
-        wiring=even_wiring(len(feeders), [len(group) for group in hosts]),
-        standby=tuple(
-            StandbyPlan(each.member, stage)
-            for stage, group in enumerate(groups)
-            for each in group[limit:]
-        ),
+        stages=made.stages,
+        feeders=made.feeders,
+        wiring=made.wiring,
+        standby=tuple(each for each in standby if each.member not in feeding),
         leavers=(),
-        step_seconds=step_seconds,
+        step_seconds=made.step_seconds,
         completed=None,
         ended=False,
         halted="",
-        reason=f"first plan: {len(candidates)} peers, {len(ranges)} stages, "
-        f"{step_seconds:.3g} s per step predicted",
+        reason="",
     )
 
 
@@ -117,7 +215,8 @@ def halting_plan(current: PlanBody, halted: str) -> PlanBody:
     return replace(current, ended=False, halted=halted, reason=halted)
 
 
-def candidates_of(body: PlanBody) -> dict[PeerId, Candidate]:
+@by_identity
+def candidates_of(body: PlanBody) -> Mapping[PeerId, Candidate]:
     """Return what the members of a plan said of themselves, in order of peer.
 
     Signatures are not checked again: they were before the plan was certified.
@@ -130,6 +229,7 @@ def candidates_of(body: PlanBody) -> dict[PeerId, Candidate]:
     return {each.request.peer: each for each in found}
 
 
+@by_identity
 def members_of(body: PlanBody) -> tuple[Member, ...]:
     """Return the members of a plan, in order of peer."""
     records = (decode_record(signed.payload, PeerRecord) for signed in body.members)
@@ -161,35 +261,10 @@ def is_ready(heartbeat: Heartbeat, member: Member, stage: int, lineage: int, ver
     )
 
 
-def predicted_step_seconds(
-    training: Training, candidates: Sequence[Candidate], stages: Sequence[StagePlan]
-) -> float:
-    """Return the predicted seconds per step of these stages, by the model of this module.
-
-    A layer takes the median of what all `candidates` measured.
-    """
-    seconds = _layer_seconds(candidates)
-    loads = [sum(seconds[stage.first : stage.last]) for stage in stages]
-    return _step_seconds(training, loads, [len(stage.replicas) for stage in stages])
-
-
-def stage_plan(
-    layers: Sequence[LayerProfile], first: int, last: int, replicas: Sequence[Member]
-) -> StagePlan:
-    """Return layers [first, last) hosted by `replicas`, with even shares in the reduction."""
-    return StagePlan(
-        first=first,
-        last=last,
-        replicas=tuple(replicas),
-        shares=(1,) * len(replicas),
-        output=layers[last - 1].output,
-    )
-
-
-def feeders_of(
+def feeding_members(
     candidates: Sequence[Candidate], hosts: Sequence[Sequence[Member]]
-) -> tuple[FeederPlan, ...]:
-    """Return who feeds, in order of peer; nobody if nobody has the data.
+) -> list[Member]:
+    """Return who may feed, in order of peer; nobody if nobody has the data.
 
     Replicas of stage 0 feed if they hold the data: their inputs then stay on the machine.
     Else other replicas that hold it, else any member.
@@ -199,17 +274,8 @@ def feeders_of(
     for choice in (hosts[0], everybody, holders):
         feeding = sorted((each for each in holders if each in choice), key=lambda each: each.peer)
         if feeding:
-            return tuple(FeederPlan(member, 1) for member in feeding)
-    return ()
-
-
-def even_wiring(feeders: int, replicas: Sequence[int]) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Return wiring by which every source sends equally much to all replicas of a stage."""
-    sources = [feeders, *replicas[:-1]]
-    return tuple(
-        tuple((1.0 / targets,) * targets for _ in range(count))
-        for count, targets in zip(sources, replicas, strict=True)
-    )
+            return feeding
+    return []
 
 
 def replica_limit(training: Training) -> int | None:
@@ -231,21 +297,6 @@ def stage_bytes(training: Training, request: JoinRequest, first: int, last: int)
     """Return how much memory the state of layers [first, last) takes."""
     layers = request.layers[first:last]
     return state_bytes(training, sum(layer.parameter_bytes for layer in layers))
-
-
-def _layer_seconds(candidates: Sequence[Candidate]) -> list[float]:
-    """Return each layer's median over peers of its seconds, forward and backward."""
-    columns = zip(*(each.request.layers for each in candidates), strict=True)
-    return [_median([_seconds(layer) for layer in column]) for column in columns]
-
-
-def _seconds(layer: LayerProfile) -> float:
-    return layer.forward_seconds + layer.backward_seconds
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
 
 
 def _check_feasible(
@@ -272,62 +323,18 @@ def _check_feasible(
         )
 
 
-_Option = tuple[float, tuple[tuple[int, int], ...], list[int]]
-"""Seconds per step, [first, last) of every stage, peers of every stage."""
-
-
-def _fitting(
-    training: Training, candidates: Sequence[Candidate], options: Sequence[_Option]
-) -> list[_Option]:
-    """Return the options whose every stage fits into the smallest peer's memory."""
+def _check_memory(
+    training: Training, candidates: Sequence[Candidate], ranges: Sequence[tuple[int, int]]
+) -> None:
+    """Whoever hosts which stage, it has to fit into the smallest memory."""
     smallest = min(candidates, key=lambda each: each.request.memory_bytes).request
-
-    def largest_stage(option: _Option) -> int:
-        return max(stage_bytes(training, smallest, first, last) for first, last in option[1])
-
-    fitting = [each for each in options if largest_stage(each) <= smallest.memory_bytes]
-    if not fitting:
-        least = min(map(largest_stage, options))
+    largest = max(stage_bytes(training, smallest, first, last) for first, last in ranges)
+    if largest > smallest.memory_bytes:
         raise NoFeasiblePlan(
-            f"a stage of the model takes {least} bytes of memory",
+            f"a stage of the model takes {largest} bytes of memory",
             evidence=(f"{smallest.peer} has {smallest.memory_bytes} bytes",),
             hint="ask for more stages, wait for more peers, or leave the smallest peer out",
         )
-    return fitting
-
-
-def _option(
-    training: Training, seconds: Sequence[float], peers: int, count: int, *, even: bool
-) -> _Option:
-    """Return (seconds per step, ranges, peers per stage) for a number of stages."""
-    cuts = training.slicing.cuts or balanced_cuts(seconds, count)
-    ranges = ranges_of(cuts, len(seconds))
-    loads = [sum(seconds[first:last]) for first, last in ranges]
-    limit = replica_limit(training) or peers
-    if even:
-        sizes = [peers // count + (stage < peers % count) for stage in range(count)]
-    else:
-        sizes = _sizes(loads, peers, limit)
-    working = [min(size, limit) for size in sizes]
-    return _step_seconds(training, loads, working), ranges, sizes
-
-
-def _sizes(loads: Sequence[float], peers: int, limit: int) -> list[int]:
-    """Give each further peer to the slowest stage; once all are full, to the smallest group."""
-    sizes = [1] * len(loads)
-    for _ in range(peers - len(loads)):
-        growing = [stage for stage, size in enumerate(sizes) if size < limit]
-        if growing:
-            chosen = max(growing, key=lambda stage: (loads[stage] / sizes[stage], -stage))
-        else:
-            chosen = sizes.index(min(sizes))
-        sizes[chosen] += 1
-    return sizes
-
-
-def _step_seconds(training: Training, loads: Sequence[float], replicas: Sequence[int]) -> float:
-    bottleneck = max(load / number for load, number in zip(loads, replicas, strict=True))
-    return sum(loads) + (training.microbatches_per_step - 1) * bottleneck
 
 
 def _groups(candidates: Sequence[Candidate], replicas: Sequence[int]) -> list[list[Candidate]]:

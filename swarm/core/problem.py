@@ -5,14 +5,14 @@ named by their index in order of id. The same text form serves files, tests and 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
@@ -50,14 +50,34 @@ class Peer:
     has_data: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False)
 class Links:
-    """Every directed pair; row: sender, column: receiver. The diagonal does not matter."""
+    """Every directed pair; row: sender, column: receiver. The diagonal does not matter.
 
-    bandwidth: tuple[tuple[float, ...], ...]
-    """Bytes per second; 0 where nothing gets through."""
-    latency_seconds: tuple[tuple[float, ...], ...]
-    """One way."""
+    Arrays that nobody can write to; equal, and hashed, by what they hold.
+    """
+
+    bandwidth: Floats
+    """Bytes per second, (n, n); 0 where nothing gets through."""
+    latency_seconds: Floats
+    """One way, (n, n)."""
+
+    def __init__(self, bandwidth: ArrayLike, latency_seconds: ArrayLike) -> None:
+        object.__setattr__(self, "bandwidth", _matrix(bandwidth))
+        object.__setattr__(self, "latency_seconds", _matrix(latency_seconds))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Links) and (
+            np.array_equal(self.bandwidth, other.bandwidth)
+            and np.array_equal(self.latency_seconds, other.latency_seconds)
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.bandwidth.tobytes(), self.latency_seconds.tobytes()))
 
 
 @dataclass(frozen=True)
@@ -70,6 +90,8 @@ class Terms:
     """Of a stage; 0: no limit."""
     max_stages: int = 0
     """0: no limit."""
+    stages: int = 0
+    """Exactly so many stages; 0: free."""
     cuts: tuple[int, ...] = ()
     """First layer of every stage but the first; empty if the swarm may choose."""
     input_bytes: int = 0
@@ -122,7 +144,9 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Problem:
-    """All that a schedule depends on. Raises ValueError if it makes no sense."""
+    """All that a schedule depends on. Raises ValueError if it makes no sense.
+
+    A key for caches: it is hashed once, and equal to whatever says the same."""
 
     layers: tuple[Layer, ...]
     peers: tuple[Peer, ...]
@@ -138,6 +162,14 @@ class Problem:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        parts = (self.layers, self.peers, self.links, self.terms)
+        return hash((*parts, self.current, self.holdings, self.horizon_seconds))
 
     # --- arrays, by peer -------------------------------------------------------------------------
 
@@ -168,16 +200,19 @@ class Problem:
     @cached_property
     def link(self) -> Floats:
         """Return bytes per second of the links alone, (n, n); infinite on the diagonal."""
-        made = np.array(self.links.bandwidth, dtype=np.float64).reshape(len(self.peers), -1)
+        made = self.links.bandwidth.copy()
         np.fill_diagonal(made, np.inf)
         return made
 
-    @cached_property
+    @property
     def latency(self) -> Floats:
         """Return one-way seconds, (n, n); 0 on the diagonal."""
-        made = np.array(self.links.latency_seconds, dtype=np.float64).reshape(len(self.peers), -1)
-        np.fill_diagonal(made, 0.0)
-        return made
+        return self.links.latency_seconds
+
+    @cached_property
+    def memory(self) -> Floats:
+        """Return bytes of memory, (n,)."""
+        return np.array([peer.memory_bytes for peer in self.peers], dtype=np.float64)
 
     @cached_property
     def data_holders(self) -> tuple[int, ...]:
@@ -284,6 +319,8 @@ def check_assignment(problem: Problem, assignment: Assignment) -> None:
     cuts = tuple(first for first, _ in assignment.ranges[1:])
     if terms.max_stages and stages > terms.max_stages:
         raise ValueError(f"{stages} stages are more than {terms.max_stages}")
+    if terms.stages and stages != terms.stages:
+        raise ValueError(f"{stages} stages are not the manifest's {terms.stages}")
     if terms.cuts and cuts != terms.cuts:
         raise ValueError(f"cuts {list(cuts)} are not the manifest's {list(terms.cuts)}")
     pairs = zip(assignment.ranges, assignment.groups, strict=True)
@@ -316,7 +353,7 @@ def is_assignment(problem: Problem, assignment: Assignment) -> bool:
 
 def problem_to_json(problem: Problem) -> bytes:
     """Return the problem as a JSON object."""
-    return msgspec.json.encode(problem)
+    return msgspec.json.encode(problem, enc_hook=_rows_of)
 
 
 def problem_from_json(text: bytes | str) -> Problem:
@@ -324,9 +361,30 @@ def problem_from_json(text: bytes | str) -> Problem:
 
     Raises ValueError, with the place, if it is none or makes no sense."""
     try:
-        return msgspec.json.decode(text, type=Problem)
+        return msgspec.json.decode(text, type=Problem, dec_hook=_decoded)
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
+
+
+def _matrix(rows: ArrayLike) -> Floats:
+    """Return a matrix of its own, with 0 on the diagonal if it is square, that stays as it is.
+
+    Raises ValueError if it is none."""
+    made = np.array(rows, dtype=np.float64) + 0.0  # -0.0 equals 0.0 and is hashed as another
+    if made.ndim == 2 and made.shape[0] == made.shape[1]:
+        np.fill_diagonal(made, 0.0)
+    made.flags.writeable = False
+    return made
+
+
+def _rows_of(matrix: Any) -> Any:
+    if not isinstance(matrix, np.ndarray):
+        raise NotImplementedError(f"a problem holds no {type(matrix)}")
+    return matrix.tolist()
+
+
+def _decoded(_: type, rows: Any) -> Any:
+    return _matrix(msgspec.convert(rows, list[list[float]]))
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -383,17 +441,19 @@ def _check_terms(terms: Terms, layers: int) -> None:
         raise ValueError(f"terms.cuts {list(terms.cuts)} do not cut {layers} layers into stages")
     for name in ("input_bytes", "target_bytes", "max_replicas", "max_stages"):
         _within(f"terms.{name}", getattr(terms, name), 0, MAX_BYTES)
+    _within("terms.stages", terms.stages, 0, min(layers, terms.max_stages or layers))
+    if terms.stages and terms.cuts and terms.stages != len(terms.cuts) + 1:
+        raise ValueError(f"terms.cuts {list(terms.cuts)} do not make {terms.stages} stages")
     for name in ("forward", "backward", "reduction", "state", "moved"):
         _within(f"terms.{name}_ratio", getattr(terms, f"{name}_ratio"), 0, 1e3)
 
 
-def _check_square(name: str, rows: Sequence[Sequence[float]], count: int, most: float) -> None:
-    if len(rows) != count or any(len(row) != count for row in rows):
+def _check_square(name: str, values: Floats, count: int, most: float) -> None:
+    if values.shape != (count, count):
         raise ValueError(f"{name} is not {count} rows of {count}")
-    for i, row in enumerate(rows):
-        for j, value in enumerate(row):
-            if i != j:
-                _within(f"{name}[{i}][{j}]", value, 0, most)
+    wrong = np.argwhere(~((values >= 0) & (values <= most)))
+    for i, j in wrong.tolist():
+        _within(f"{name}[{i}][{j}]", float(values[i, j]), 0, most)
 
 
 def _check_form(assignment: Assignment, count: int, layers: int) -> None:

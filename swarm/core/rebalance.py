@@ -27,17 +27,22 @@ little to move); scripts/bench optimality measures it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from swarm.core.problem import Assignment, Problem, Standby
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm.core.problem import Assignment, Floats, Problem, Standby
 from swarm.core.regrouping import idle
-from swarm.core.starts import Groups, Range, fits
+from swarm.core.starts import Groups, Range
 from swarm.core.wiring import stage_limits
 from swarm.errors import NoFeasiblePlan
 
 HYSTERESIS = 0.05
 """A move must make the slowest stage faster by this fraction."""
+ROUNDING = 1e-12
+"""Gains below this are none."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,12 @@ def stage_seconds(problem: Problem, layers: Range, group: Sequence[int]) -> floa
 
 
 def rebalanced(
-    problem: Problem, assignment: Assignment, *, hysteresis: float = HYSTERESIS
+    problem: Problem,
+    assignment: Assignment,
+    *,
+    hysteresis: float = HYSTERESIS,
+    workers: Groups | None = None,
+    excluded: Collection[int] = (),
 ) -> tuple[Assignment, tuple[Move, ...]]:
     """Return the assignment after greedy moves, and the moves in order.
 
@@ -69,17 +79,20 @@ def rebalanced(
     or by a peer that stands by, the move with the best gain per byte fetched is made; what fetches
     nothing comes first, by gain. The cuts stay. O(peers) per move. It ends, because a move leaves
     both of its stages faster than the slowest one was.
+
+    `workers` are those of each stage who can work at once: one of them stays. Whoever is `excluded`
+    stays where it is.
     """
-    groups = assignment.groups
+    staffing = _Staffing(problem, assignment)
     moves: list[Move] = []
     while True:
-        possible = _moves(problem, assignment.ranges, groups)
-        good = [move for move in possible if move.gain > hysteresis]
-        if not good:
+        kept = {*excluded, *(_last_workers(staffing.groups, workers) if workers else ())}
+        found = staffing.best(kept, hysteresis)
+        if found is None:
             break
-        found = max(good, key=_preference)
         moves.append(found)
-        groups = _moved(groups, found)
+        staffing.make(found)
+    groups = staffing.groups
     reasons = {each.peer: each.reason for each in assignment.standby}
     standby = tuple(Standby(peer, reasons.get(peer, "")) for peer in idle(problem, groups))
     return replace(assignment, groups=groups, standby=standby), tuple(moves)
@@ -126,37 +139,81 @@ def repaired(
 # --- moves ---------------------------------------------------------------------------------------
 
 
-def _moves(problem: Problem, ranges: Sequence[Range], groups: Groups) -> Iterator[Move]:
-    """Yield the moves into the slowest stage, in order of peer."""
-    seconds = [stage_seconds(problem, *each) for each in zip(ranges, groups, strict=True)]
-    target = max(range(len(ranges)), key=lambda stage: (seconds[stage], -stage))
-    if len(groups[target]) >= problem.replica_limit:
-        return
-    places = {peer: stage for stage, group in enumerate(groups) for peer in group}
-    for peer in range(len(problem.peers)):
-        source = places.get(peer)
-        if source == target or not fits(problem, peer, ranges, target):
-            continue
-        left = 0.0
-        if source is not None:
-            rest = [other for other in groups[source] if other != peer]
-            if len(rest) < problem.terms.min_replicas:
-                continue
-            left = stage_seconds(problem, ranges[source], rest)
-        joined = stage_seconds(problem, ranges[target], (*groups[target], peer))
-        gain = 1.0 - max(left, joined) / seconds[target]
-        bytes_before = problem.lacking[0][peer]
-        first, last = ranges[target]
-        yield Move(peer, source, target, gain, float(bytes_before[last] - bytes_before[first]))
+def _last_workers(groups: Groups, workers: Groups) -> Iterator[int]:
+    """Yield who alone works in its stage."""
+    for group, working in zip(groups, workers, strict=True):
+        left = [peer for peer in working if peer in group]
+        if len(left) == 1:
+            yield left[0]
 
 
-def _preference(move: Move) -> tuple[bool, float, bool, int]:
-    """Order moves that gain: free ones first, then by gain per byte; who has no work; by peer."""
-    worth = move.gain / move.fetched_bytes if move.fetched_bytes else move.gain
-    return move.fetched_bytes == 0, worth, move.source is None, -move.peer
+class _Staffing:
+    """Who is in which stage, and what every move into the slowest one would bring."""
 
+    def __init__(self, problem: Problem, assignment: Assignment) -> None:
+        self._problem, self._ranges = problem, assignment.ranges
+        stages = range(len(self._ranges))
+        self._limits = np.stack([stage_limits(problem, *layers) for layers in self._ranges])
+        needed = [problem.memory_bytes(*self._ranges[s], s, len(self._ranges)) for s in stages]
+        self._fits = np.array(needed)[:, None] <= problem.memory
+        self._place = np.full(len(problem.peers), len(self._ranges))
+        """Stage of each peer; the number of stages for those who stand by."""
+        for stage, group in enumerate(assignment.groups):
+            self._place[list(group)] = stage
+        self._rates = np.array([self._rate(stage) for stage in stages])
 
-def _moved(groups: Groups, move: Move) -> Groups:
-    made = [tuple(peer for peer in group if peer != move.peer) for group in groups]
-    made[move.target] = tuple(sorted((*made[move.target], move.peer)))
-    return tuple(made)
+    def _rate(self, stage: int) -> float:
+        return float(self._limits[stage, self._place == stage].sum())
+
+    @property
+    def groups(self) -> Groups:
+        """Return the replicas of every stage."""
+        stages = range(len(self._ranges))
+        return tuple(tuple(np.flatnonzero(self._place == stage).tolist()) for stage in stages)
+
+    def make(self, move: Move) -> None:
+        """Let a peer change its place."""
+        self._place[move.peer] = move.target
+        for stage in (move.source, move.target):
+            if stage is not None:
+                self._rates[stage] = self._rate(stage)
+
+    def best(self, kept: Collection[int], hysteresis: float) -> Move | None:
+        """Return the best move of all but those who are kept: what fetches nothing first, then the
+        most gain per byte, then who has no work, then the lower peer."""
+        with np.errstate(divide="ignore"):
+            seconds = 1.0 / self._rates
+        target = int(seconds.argmax())
+        sizes = np.bincount(self._place, minlength=len(self._ranges) + 1)
+        if sizes[target] >= self._problem.replica_limit:
+            return None
+        gains = self._gains(target, sizes, float(seconds[target]))
+        gains[list(kept)] = -math.inf
+        good = np.flatnonzero(gains > hysteresis + ROUNDING)
+        if not good.size:
+            return None
+        first, last = self._ranges[target]
+        lacking = self._problem.lacking[0][good]
+        fetched = lacking[:, last] - lacking[:, first]
+        worth = gains[good] / np.where(fetched > 0, fetched, 1.0)
+        busy = self._place[good] < len(self._ranges)
+        chosen = int(np.lexsort((good, busy, -worth, fetched > 0))[0])
+        peer = int(good[chosen])
+        source = int(self._place[peer]) if busy[chosen] else None
+        return Move(peer, source, target, float(gains[peer]), float(fetched[chosen]))
+
+    def _gains(self, target: int, sizes: NDArray[np.intp], slowest: float) -> Floats:
+        """Return by peer how much faster the slower of both stages would be than the slowest one,
+        (n,); minus infinity for who cannot move."""
+        problem, stages = self._problem, len(self._ranges)
+        everybody = np.arange(len(problem.peers))
+        busy = self._place < stages
+        source = np.where(busy, self._place, 0)
+        rest = self._rates[source] - self._limits[source, everybody]
+        alone = sizes[source] - 1 < problem.terms.min_replicas
+        with np.errstate(divide="ignore"):
+            left = np.where(busy, 1.0 / np.maximum(rest, 0.0), 0.0)
+        joined = 1.0 / (self._rates[target] + self._limits[target])
+        gains = 1.0 - np.maximum(left, joined) / slowest
+        immovable = (self._place == target) | ~self._fits[target] | (busy & alone)
+        return np.where(immovable, -math.inf, gains)

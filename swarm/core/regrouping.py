@@ -6,8 +6,9 @@ memory, is for whoever prices the step.
 
 from collections.abc import Iterator, Sequence
 
+from swarm.core.nearness import largest_first
 from swarm.core.problem import Problem
-from swarm.core.starts import Groups, Range, Start, deal, largest_first, stage_counts
+from swarm.core.starts import Groups, Range, Start, deal, stage_counts
 
 
 def neighbours(problem: Problem, start: Start) -> Iterator[Start]:
@@ -15,7 +16,7 @@ def neighbours(problem: Problem, start: Start) -> Iterator[Start]:
     moved or two swapped."""
     ranges, groups = start
     if not problem.terms.cuts:
-        yield from _other_cuts(ranges, groups)
+        yield from other_cuts(ranges, groups)
         if len(ranges) - 1 in stage_counts(problem):
             yield from _merged(ranges, groups)
         if len(ranges) + 1 in stage_counts(problem):
@@ -31,6 +32,24 @@ def neighbours(problem: Problem, start: Start) -> Iterator[Start]:
             for peer in source:
                 for other in places[b]:
                     yield ranges, changed(groups, ((a, peer, other), (b, other, peer)))
+
+
+def other_cuts(ranges: tuple[Range, ...], groups: Groups) -> Iterator[Start]:
+    """Yield everything with one cut elsewhere between its neighbours."""
+    for k in range(1, len(ranges)):
+        for cut in range(ranges[k - 1][0] + 1, ranges[k][1]):
+            if cut != ranges[k][0]:
+                two = ((ranges[k - 1][0], cut), (cut, ranges[k][1]))
+                yield (*ranges[: k - 1], *two, *ranges[k + 1 :]), groups
+
+
+def near_cuts(start: Start) -> list[Start]:
+    """Return what it is with one cut moved by a layer."""
+    return [
+        (ranges, groups)
+        for ranges, groups in other_cuts(*start)
+        if sum(abs(a[0] - b[0]) for a, b in zip(ranges, start[0], strict=True)) == 1
+    ]
 
 
 def orders(groups: Groups) -> list[Groups]:
@@ -60,14 +79,6 @@ def idle(problem: Problem, groups: Groups) -> tuple[int, ...]:
     """Return the peers that are in no group."""
     busy = {peer for group in groups for peer in group}
     return tuple(peer for peer in range(len(problem.peers)) if peer not in busy)
-
-
-def _other_cuts(ranges: tuple[Range, ...], groups: Groups) -> Iterator[Start]:
-    for k in range(1, len(ranges)):
-        for cut in range(ranges[k - 1][0] + 1, ranges[k][1]):
-            if cut != ranges[k][0]:
-                two = ((ranges[k - 1][0], cut), (cut, ranges[k][1]))
-                yield (*ranges[: k - 1], *two, *ranges[k + 1 :]), groups
 
 
 def _merged(ranges: tuple[Range, ...], groups: Groups) -> Iterator[Start]:

@@ -12,9 +12,11 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import Heartbeat
 from protocol.records import (
     CONSENT_PURPOSE,
+    ESTIMATES_PURPOSE,
     JOIN_REQUEST_PURPOSE,
     OBSERVATION_PURPOSE,
     Consent,
+    Estimates,
     JoinRequest,
     Manifest,
     Member,
@@ -26,21 +28,34 @@ from protocol.records import (
     decode_record,
 )
 from protocol.signing import PeerId, verify
+from swarm.core.aims import aimed, aims_of, only_feeding, step_seconds
 from swarm.core.chain import legal_council_change
+from swarm.core.cost import predict
 from swarm.core.evidence import OBSERVERS, REPORT_MISSING
+from swarm.core.horizon import LONGEST_SECONDS
 from swarm.core.planning import (
     candidates_of,
     evicted,
     is_ready,
     members_of,
-    predicted_step_seconds,
+    plan_by,
     stage_bytes,
     version_before,
 )
+from swarm.core.problem import Assignment, Problem
+from swarm.core.roles import LINKS_FAIL
+from swarm.core.snapshot import assignment_of, flow_of, problem_of
 from swarm.core.step import ranges_of_stages, step_coordinator_of
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan, refusal_of
 
 STEP_SECONDS_TOLERANCE = 0.01
+QUALITY_TOLERANCE = 0.1
+"""By how much a plan may be worse than the reviewer's own greedy answer."""
+TOO_POOR = "quality: "
+OLD_ESTIMATES = 6
+"""Estimates may be this many numbers behind the newest that the reviewer knows."""
+MOST_FAILING = 8
+"""One of so many members may stand by since its links keep failing, or one."""
 
 
 class PlanLike(Protocol):
@@ -68,6 +83,12 @@ class ReviewContext:
     """Recent ones; whoever is not in here is believed to be as ready as the leader says."""
     boots: Mapping[PeerId, int] = field(default_factory=dict)
     """Newest boot that the reviewer has heard of each peer."""
+    estimates: Mapping[PeerId, Signed] = field(default_factory=dict)
+    """The newest signed Estimates that the reviewer has of each peer, checked; its own too."""
+    horizon_seconds: float = LONGEST_SECONDS
+    """How long a plan is expected to last."""
+    judges_quality: bool = True
+    """Whether a plan has to be as good as greedy moves: not where rules are compared."""
 
 
 def review(
@@ -80,14 +101,17 @@ def review(
     """Return why the plan must not follow `previous`, or "" if it is good.
 
     `evidence`: Observations of who is left out, Consents of who is new in the council, join
-    requests of newer boots."""
+    requests of newer boots, and the Estimates by which the plan was made."""
     try:
         _check_form(header, body, previous, context)
         _check_members(body, previous, context)
         _check_moves(header, body, previous, context)
         _check_evictions(body, evidence, previous, context)
         _check_council(header, body, evidence, previous)
-        _check_step_seconds(body, context)
+        estimates = _checked_estimates(body, evidence, context)
+        if not _repeats(body, previous):
+            _check_step_seconds(body, estimates, context)
+            _check_quality(header, body, estimates, previous, context)
     except RemoteProtocolError as refusal:
         return str(refusal)
     return ""
@@ -292,14 +316,134 @@ def _opened(evidence: Sequence[Signed], purpose: str, kind: type[R]) -> Iterator
             yield signed.signer, decode_record(signed.payload, kind)
 
 
-# --- check 3: the claim ---------------------------------------------------------------------------
+# --- checks 3 to 5: the estimates, the claim, the quality -----------------------------------------
 
 
-def _check_step_seconds(body: PlanBody, context: ReviewContext) -> None:
-    candidates = list(candidates_of(body).values())
-    expected = predicted_step_seconds(context.manifest.training, candidates, body.stages)
+def _checked_estimates(
+    body: PlanBody, evidence: Sequence[Signed], context: ReviewContext
+) -> dict[PeerId, Signed]:
+    """Return the estimates by which a plan was made: one of each member at most, of its boot, and
+    not much older than what the reviewer knows of it (or has said itself)."""
+    boots = {member.peer: member.boot for member in members_of(body)}
+    found: dict[PeerId, Signed] = {}
+    sequences: dict[PeerId, int] = {}
+    for signed in evidence:
+        if not verify(signed.signer, ESTIMATES_PURPOSE, signed.payload, signed.signature):
+            continue
+        told = decode_record(signed.payload, Estimates)
+        if told.peer != signed.signer:
+            raise RemoteProtocolError(f"estimates: {signed.signer} signs those of {told.peer}")
+        if told.run != context.manifest.run:
+            raise RemoteProtocolError(f"estimates: {signed.signer} signs for another run")
+        if boots.get(told.peer) == told.boot and told.sequence >= sequences.get(told.peer, 0):
+            found[told.peer], sequences[told.peer] = signed, told.sequence
+    for peer, signed in context.estimates.items():
+        known = decode_record(signed.payload, Estimates)
+        least = known.sequence - OLD_ESTIMATES
+        if boots.get(peer) == known.boot and sequences.get(peer, 0) < least:
+            raise RemoteProtocolError(
+                f"estimates: those of {peer} have number {sequences.get(peer, 0)}, number "
+                f"{known.sequence} is known"
+            )
+    return found
+
+
+def _repeats(body: PlanBody, previous: PlanLike) -> bool:
+    """Return whether a plan gives the same work and claims what was claimed of it before, as one
+    does that names a version complete or halts the run."""
+    before = previous.body
+    return (
+        (body.stages, body.feeders, body.wiring, body.step_seconds)
+        == (before.stages, before.feeders, before.wiring, before.step_seconds)
+        and (body.members, body.standby) == (before.members, before.standby)
+    ) or not body.feeders
+
+
+def _check_step_seconds(
+    body: PlanBody, estimates: Mapping[PeerId, Signed], context: ReviewContext
+) -> None:
+    problem = problem_of(context.manifest.training, body.members, body.requests, estimates)
+    expected = predict(problem, assignment_of(body), flow_of(body)).kept_seconds
     if not abs(body.step_seconds - expected) <= STEP_SECONDS_TOLERANCE * expected:
         raise RemoteProtocolError(
             f"step_seconds: the plan claims {body.step_seconds:.4g} s, the model says "
             f"{expected:.4g} s"
         )
+
+
+def _check_quality(
+    header: PlanHeader,
+    body: PlanBody,
+    estimates: Mapping[PeerId, Signed],
+    previous: PlanLike,
+    context: ReviewContext,
+) -> None:
+    """A planned plan leads to roles that are about as good as what greedy moves make of the plan
+    before. Members whose links keep failing are not counted on, as long as they are few."""
+    before = previous.body
+    same_lineage = header.lineage == previous.header.lineage and before.stages
+    if header.kind != "planned" or not same_lineage or not context.judges_quality:
+        return
+    failing = [each for each in body.standby if each.reason == LINKS_FAIL]
+    if len(failing) > max(1, len(body.members) // MOST_FAILING):
+        raise RemoteProtocolError(
+            f"links: those of {len(failing)} of {len(body.members)} members are said to fail"
+        )
+    problem, index, greedy = _greedy(body, estimates, previous, context)
+    if greedy is None:
+        return
+    mine = step_seconds(problem, greedy)
+    theirs = step_seconds(problem, aims_of(problem, body, index))
+    if theirs > mine * (1 + QUALITY_TOLERANCE):
+        raise RemoteProtocolError(
+            f"{TOO_POOR}the plan leads to {theirs:.4g} s per step, greedy moves to {mine:.4g} s"
+        )
+
+
+def _greedy(
+    body: PlanBody,
+    estimates: Mapping[PeerId, Signed],
+    previous: PlanLike,
+    context: ReviewContext,
+) -> tuple[Problem, dict[Member, int], Assignment | None]:
+    """Return the problem of the members of a plan, their numbers in it, and what greedy moves make
+    of the plan before; None if that has nobody left for a stage, or to feed."""
+    before, training = previous.body, context.manifest.training
+    problem = problem_of(
+        training,
+        body.members,
+        body.requests,
+        estimates,
+        before=before,
+        horizon_seconds=context.horizon_seconds,
+    )
+    index = {each: i for i, each in enumerate(members_of(body))}
+    workers = tuple(
+        tuple(sorted(index[each] for each in stage.replicas if each in index))
+        for stage in before.stages
+    )
+    now = aims_of(problem, before, index)
+    if not all(now.groups) or not now.feeders:
+        return problem, index, None
+    failing = {index[each.member] for each in body.standby if each.reason == LINKS_FAIL}
+    failing |= only_feeding(problem, assignment_of(body).groups)
+    return problem, index, aimed(problem, now, workers=workers, excluded=failing)
+
+
+def is_too_poor(refusal: str) -> bool:
+    """Return whether a plan was refused since the reviewer knows a better one."""
+    return refusal.startswith(TOO_POOR)
+
+
+def better_plan(
+    body: PlanBody, evidence: Sequence[Signed], previous: PlanLike, context: ReviewContext
+) -> PlanBody | None:
+    """Return a plan that leads to the reviewer's own greedy answer, for the leader to aim at.
+
+    Raises RemoteProtocolError as `review` would."""
+    estimates = _checked_estimates(body, evidence, context)
+    problem, _, greedy = _greedy(body, estimates, previous, context)
+    if greedy is None:
+        return None
+    candidates = list(candidates_of(body).values())
+    return plan_by(problem, candidates, greedy, programs=False)

@@ -7,26 +7,41 @@ memory; nothing here decides when a move is made (drafting.py).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec.structs import replace
 
 from protocol.messages import Heartbeat
-from protocol.records import Manifest, Member, PlanBody, PlanHeader, StandbyPlan, clip
+from protocol.records import (
+    Manifest,
+    Member,
+    PlanBody,
+    PlanHeader,
+    Signed,
+    StandbyPlan,
+    clip,
+)
 from protocol.signing import PeerId
+from swarm.core.aims import aimed, fed, only_feeding
 from swarm.core.ballots import Draft
+from swarm.core.cost import predict
 from swarm.core.council import next_council
+from swarm.core.horizon import LONGEST_SECONDS
 from swarm.core.planning import (
     Candidate,
     candidates_of,
-    even_wiring,
-    feeders_of,
     is_ready,
-    predicted_step_seconds,
+    members_of,
+    plan_of,
+    problem_for,
     replica_limit,
     stage_bytes,
-    stage_plan,
 )
+from swarm.core.problem import Assignment, Problem, Standby
+from swarm.core.snapshot import assignment_of, flow_of
+
+LINKS_FAIL = "its links keep failing"
+REWIRED = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +70,25 @@ class Situation:
     """The newest committed version known."""
     waited_seconds: float = 0.0
     """Since the first NoHolder in a row."""
+    estimates: Mapping[PeerId, Signed] = field(default_factory=dict)
+    """What members have measured: checked, signed `Estimates`."""
+    horizon_seconds: float = LONGEST_SECONDS
+    """How long a plan is expected to last."""
+    is_calm: bool = False
+    """Improvements that nobody needs have to wait."""
+    place: "Placing | None" = None
+    """How everybody gets a stage; None: `follow_aims`. Simulations compare rules."""
+    target: Mapping[PeerId, int | str] = field(default_factory=dict)
+    """What a better plan that somebody has found makes of each peer: its stage, or why it is to
+    have no work. Peers that are not in it keep their roles."""
+
+
+class Placing(Protocol):
+    """Gives everybody a stage by its own rule, as `follow_aims` does."""
+
+    def __call__(self, roles: "Roles") -> None:
+        """Move members, with `go`; every member works or stands by afterwards."""
+        ...
 
 
 @dataclass
@@ -65,6 +99,8 @@ class Roles:
     members: dict[PeerId, Candidate]
     groups: list[list[Member]]
     standby: list[list[Member]]
+    reasons: dict[Member, str]
+    """Of those who stand by and are to have no work: why."""
     news: list[str]
     """What is new, for people."""
 
@@ -77,6 +113,18 @@ class Roles:
     def candidates(self) -> list[Candidate]:
         """All members, in order of peer."""
         return [self.members[peer] for peer in sorted(self.members)]
+
+    @property
+    def problem(self) -> Problem:
+        """The problem of all members, with the stages as they are."""
+        situation = self.situation
+        return problem_for(
+            situation.manifest.training,
+            self.candidates,
+            situation.estimates,
+            before=situation.body,
+            horizon_seconds=situation.horizon_seconds,
+        )
 
     @property
     def has_room(self) -> list[bool]:
@@ -131,6 +179,11 @@ def survivors(situation: Situation, gone: Mapping[Member, str]) -> Roles:
         },
         groups=[[each for each in stage.replicas if each not in gone] for stage in body.stages],
         standby=standby,
+        reasons={
+            each.member: each.reason
+            for each in body.standby
+            if each.reason and each.member not in gone
+        },
         news=[f"{member.peer} is gone: {why}" for member, why in gone.items()],
     )
 
@@ -145,7 +198,8 @@ def take_in(roles: Roles, gone: Mapping[Member, str]) -> None:
 
 
 def promote(roles: Roles, version: int) -> None:
-    """Give work to those who stand by and say that they are ready, as far as there is room.
+    """Give work to those who stand by and say that they are ready, as far as there is room; who is
+    to have none gets it only where nobody is left.
 
     They hold `version`, or the one before: heartbeats are late, so of a swarm with quick steps they
     tell of an old one."""
@@ -156,8 +210,11 @@ def promote(roles: Roles, version: int) -> None:
             ready = heartbeat is not None and is_ready(
                 heartbeat, member, stage, situation.header.lineage, version
             )
+            if member in roles.reasons and roles.groups[stage]:
+                continue
             if ready and roles.has_room[stage] and not roles.parted(member):
                 waiting.remove(member)
+                roles.reasons.pop(member, None)
                 roles.groups[stage].append(member)
                 roles.news.append(f"{member.peer} is ready for stage {stage}")
 
@@ -181,7 +238,8 @@ def part(roles: Roles) -> None:
         )
         roles.groups[stage].remove(member)
         roles.standby[stage].append(member)
-        roles.news.append(f"{member.peer} stands by: its links keep failing")
+        roles.reasons[member] = LINKS_FAIL
+        roles.news.append(f"{member.peer} stands by: {LINKS_FAIL}")
 
 
 def let_stand_by(roles: Roles, members: Sequence[Member]) -> None:
@@ -211,27 +269,6 @@ def fill(roles: Roles, stage: int) -> bool:
     return False
 
 
-def rebalance(roles: Roles) -> None:
-    """Move one peer from the largest to the smallest group if that is by two or more smaller,
-    unless the move would make the slowest stage slower."""
-    stages = range(len(roles.groups))
-    larger = max(stages, key=lambda stage: (roles.size(stage), -stage))
-    smaller = min(stages, key=lambda stage: (roles.size(stage), stage))
-    if roles.size(larger) < roles.size(smaller) + 2:
-        return
-    before = _seconds_with_all(roles)
-    groups = [list(group) for group in roles.groups]
-    standby = [list(group) for group in roles.standby]
-    member = _spare(roles, larger, smaller)
-    if member is None:
-        return
-    roles.standby[smaller].append(member)
-    if _seconds_with_all(roles) > before:
-        roles.groups, roles.standby = groups, standby
-    else:
-        roles.news.append(f"{member.peer} moves from stage {larger} to stage {smaller}")
-
-
 def _spare(roles: Roles, stage: int, target: int) -> Member | None:
     """Take out of a stage who stood by last, or works last in plan order, and fits elsewhere."""
     for group in (roles.standby[stage], roles.groups[stage]):
@@ -243,16 +280,127 @@ def _spare(roles: Roles, stage: int, target: int) -> Member | None:
     return None
 
 
-def _seconds_with_all(roles: Roles) -> float:
-    """Predicted seconds per step if all who follow a stage worked for it."""
-    layers = roles.candidates[0].request.layers
-    stages = [
-        stage_plan(layers, first, last, [*group, *waiting])
-        for (first, last), group, waiting in zip(
-            roles.ranges, roles.groups, roles.standby, strict=True
-        )
-    ]
-    return predicted_step_seconds(roles.situation.manifest.training, roles.candidates, stages)
+# --- by the problem -------------------------------------------------------------------------------
+
+
+def follow_aims(roles: Roles) -> None:
+    """Let everybody go where `aims.aimed` wants it, or the better plan that somebody has found:
+    newcomers and those who stand by at once, who works by leaving and standing by."""
+    situation = roles.situation
+    problem = roles.problem
+    if not problem.data_holders:
+        let_stand_by(roles, roles.idle())
+        return
+    members = [each.member for each in roles.candidates]
+    number = {member: i for i, member in enumerate(members)}
+    for member in [member for member in roles.reasons if not roles.parted(member)]:
+        if roles.reasons[member] == LINKS_FAIL:
+            del roles.reasons[member]
+    parted = [number[member] for member in members if roles.reasons.get(member) == LINKS_FAIL]
+    workers = tuple(tuple(sorted(number[each] for each in group)) for group in roles.groups)
+    now = _aims(roles, number, situation.target)
+    feeding = only_feeding(problem, workers)
+    wanted = aimed(problem, now, workers=workers, excluded={*parted, *feeding})
+    reasons = {each.peer: each.reason for each in wanted.standby}
+    stages = {peer: stage for stage, group in enumerate(wanted.groups) for peer in group}
+    for member in members:
+        peer = number[member]
+        if peer in parted:
+            continue
+        if peer in stages:
+            roles.reasons.pop(member, None)
+            go(roles, member, stages[peer])
+        else:
+            _stand_by(roles, member, reasons.get(peer, ""))
+    _spread(roles, [member for member in members if number[member] not in stages])
+
+
+def _spread(roles: Roles, spares: Sequence[Member]) -> None:
+    """Let every stage have about as many spare members as the others."""
+    while True:
+        waiting = [[each for each in group if each in spares] for group in roles.standby]
+        most = max(range(len(waiting)), key=lambda stage: (len(waiting[stage]), -stage))
+        least = min(range(len(waiting)), key=lambda stage: (len(waiting[stage]), stage))
+        fitting = [each for each in waiting[most] if roles.fits(each, least)]
+        if len(waiting[most]) < len(waiting[least]) + 2 or not fitting:
+            return
+        roles.standby[most].remove(fitting[-1])
+        roles.standby[least].append(fitting[-1])
+
+
+def _aims(
+    roles: Roles, number: Mapping[Member, int], target: Mapping[PeerId, int | str]
+) -> Assignment:
+    """Return who aims at which stage, and the reasons of those who do not."""
+    limit = roles.problem.replica_limit
+    groups: list[list[int]] = [[] for _ in roles.groups]
+    reasons = {number[member]: reason for member, reason in roles.reasons.items()}
+    for stage, members in enumerate(roles.groups):
+        for place, member in enumerate(members):
+            wanted = target.get(member.peer, stage)
+            last = len(members) - place == 1 and not groups[stage]  # a stage keeps somebody
+            if isinstance(wanted, int) and not last:
+                groups[wanted].append(number[member])
+            elif last:
+                groups[stage].append(number[member])
+            else:
+                reasons[number[member]] = str(wanted)
+    for stage, members in enumerate(roles.standby):
+        for member in members:
+            wanted = target.get(member.peer, roles.reasons.get(member, stage))
+            if isinstance(wanted, int) and len(groups[wanted]) < limit:
+                groups[wanted].append(number[member])
+    busy = {peer for group in groups for peer in group}
+    made = tuple(tuple(sorted(group)) for group in groups)
+    feeders = fed(roles.problem, made)
+    standby = tuple(
+        Standby(peer, reasons.get(peer, "")) for peer in number.values() if peer not in busy
+    )
+    return Assignment(tuple(roles.ranges), made, feeders, standby)
+
+
+def go(roles: Roles, member: Member, stage: int) -> None:
+    """Let a member be where it is, or stand by for the stage where it is to work."""
+    here = place_of(roles, member)
+    if here == stage:
+        return
+    if here is not None:
+        if roles.groups[here] == [member]:
+            return
+        _take_out(roles, member)
+        roles.news.append(f"{member.peer} moves from stage {here} to stage {stage}")
+    roles.standby[stage].append(member)
+
+
+def _stand_by(roles: Roles, member: Member, reason: str) -> None:
+    """Let a member without work follow a stage; one with work leaves it only for a reason."""
+    here = place_of(roles, member)
+    works = here is not None and member in roles.groups[here]
+    if works and (not reason or roles.groups[here or 0] == [member]):
+        return
+    if reason:
+        if roles.reasons.get(member) != reason and (works or member not in roles.reasons):
+            roles.news.append(f"{member.peer} stands by: {reason}")
+        roles.reasons[member] = reason
+    else:
+        roles.reasons.pop(member, None)
+    if works or here is None:
+        _take_out(roles, member)
+        let_stand_by(roles, [member])
+
+
+def place_of(roles: Roles, member: Member) -> int | None:
+    """Return the stage where a member works or stands by."""
+    for stage, (group, waiting) in enumerate(zip(roles.groups, roles.standby, strict=True)):
+        if member in group or member in waiting:
+            return stage
+    return None
+
+
+def _take_out(roles: Roles, member: Member) -> None:
+    for group in (*roles.groups, *roles.standby):
+        if member in group:
+            group.remove(member)
 
 
 # --- the draft itself -----------------------------------------------------------------------------
@@ -261,36 +409,56 @@ Kind = Literal["planned", "repair"]
 
 
 def draft_of(roles: Roles, kind: Kind, from_step: int, lineage: int, *, halted: str = "") -> Draft:
-    """Return the plan that gives these roles: even shares and wiring, feeders by their data."""
-    candidates = roles.candidates
-    layers = candidates[0].request.layers
-    stages = tuple(
-        stage_plan(layers, first, last, group)
-        for (first, last), group in zip(roles.ranges, roles.groups, strict=True)
+    """Return the plan that gives these roles, feeders by their data.
+
+    What follows from the roles (wiring, shares, windows) stays as it was with equal roles, unless a
+    step would take less than `REWIRED` of its time otherwise. Raises NoFeasiblePlan if nothing gets
+    through."""
+    standby = [
+        StandbyPlan(member, stage, clip(roles.reasons.get(member, "")))
+        for stage, waiting in enumerate(roles.standby)
+        for member in waiting
+    ]
+    body = plan_of(
+        roles.problem,
+        roles.candidates,
+        roles.ranges,
+        roles.groups,
+        standby,
+        programs=kind == "planned",
     )
-    feeders = feeders_of(candidates, roles.groups)
-    feeding = {feeder.member for feeder in feeders}
-    training = roles.situation.manifest.training
-    body = PlanBody(
-        members=tuple(each.record for each in candidates),
-        requests=tuple(each.signed_request for each in candidates),
-        stages=stages,
-        feeders=feeders,
-        wiring=even_wiring(len(feeders), [len(group) for group in roles.groups]),
-        standby=tuple(
-            StandbyPlan(member, stage)
-            for stage, waiting in enumerate(roles.standby)
-            for member in waiting
-            if member not in feeding
-        ),
-        leavers=_leavers(roles, new_lineage=lineage != roles.situation.header.lineage),
-        step_seconds=predicted_step_seconds(training, candidates, stages),
-        completed=None,
-        ended=False,
-        halted=halted,
-        reason="",
-    )
+    body = _as_before(roles, body)
+    new_lineage = lineage != roles.situation.header.lineage
+    body = replace(body, leavers=_leavers(roles, new_lineage=new_lineage), halted=halted)
     return finished(roles, body, kind, from_step, lineage)
+
+
+def _as_before(roles: Roles, body: PlanBody) -> PlanBody:
+    """Return the plan with the wiring of the one before, if that is as good."""
+    before = roles.situation.body
+    if not same_work(body, before) or not body.feeders:
+        return body
+    flow = flow_of(before)
+    kept = replace(before, members=body.members, requests=body.requests)
+    seconds = predict(roles.problem, assignment_of(kept), flow).kept_seconds
+    if body.step_seconds < REWIRED * seconds:
+        roles.news.append(f"a step takes {body.step_seconds:.4g} s instead of {seconds:.4g} s")
+        return body
+    return replace(
+        body,
+        stages=before.stages,
+        feeders=before.feeders,
+        wiring=before.wiring,
+        step_seconds=seconds,
+    )
+
+
+def same_work(body: PlanBody, before: PlanBody) -> bool:
+    """Return whether the same members host the same stages and may feed them."""
+    if [stage.replicas for stage in body.stages] != [stage.replicas for stage in before.stages]:
+        return False
+    members = set(members_of(body))
+    return all(each.member in members for each in before.feeders)
 
 
 def _leavers(roles: Roles, *, new_lineage: bool) -> tuple[Member, ...]:

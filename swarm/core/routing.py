@@ -6,23 +6,35 @@ sides know the window from the plan. A Backward gives its Forward's credit back:
 activations behind it are gone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Microbatch
 from protocol.records import PlanBody
 from protocol.signing import PeerId
 
+ROUNDING = 1e-9
 
-def credit_window(body: PlanBody, stage: int) -> int:
-    """Return how many microbatches of one step parity a replica of `stage` takes per source.
 
-    A pipeline of S stages keeps S - s microbatches in flight at stage s (1F1B); one more hides
-    the way to the neighbours. Divided among the sources, two at least.
+def credit_windows(body: PlanBody, stage: int) -> tuple[tuple[int, ...], ...]:
+    """Return how many microbatches of one step parity each source may have at each replica of
+    `stage`: rows are sources (feeders for stage 0, else the stage before), columns replicas.
+
+    A replica takes `StagePlan.window` of them, or as many as 1F1B keeps in flight and one that
+    hides the way; sources get their part of it by the wiring, two at least.
     """
-    sources = len(body.feeders) if stage == 0 else len(body.stages[stage - 1].replicas)
-    depth = len(body.stages) - stage + 1
-    return max(2, -(-depth // max(1, sources)))
+    depth = body.stages[stage].window or len(body.stages) - stage + 1
+    shares = np.array([float(feeder.share) for feeder in body.feeders])
+    arriving = shares / shares.sum()
+    for matrix in body.wiring[:stage]:
+        arriving = arriving @ np.array(matrix)
+    flow = arriving[:, None] * np.array(body.wiring[stage])
+    into = flow.sum(axis=0)
+    parts = np.divide(flow, into, out=np.zeros_like(flow), where=into > 0)
+    windows = np.maximum(2, np.ceil(depth * parts - ROUNDING)).astype(int)
+    return tuple(tuple(row) for row in windows.tolist())
 
 
 class Router:
@@ -32,10 +44,13 @@ class Router:
     nginx's upstream balancer), so turns are spread evenly and no draw is random.
     """
 
-    def __init__(self, targets: Sequence[PeerId], weights: Sequence[float], window: int) -> None:
+    def __init__(
+        self, targets: Sequence[PeerId], weights: Sequence[float], windows: Sequence[int]
+    ) -> None:
+        """Weights and windows are by target."""
         self._targets = tuple(targets)
         self._weights = tuple(weights)
-        self._window = window
+        self._windows = tuple(windows)
         self._turns = [0.0] * len(self._targets)
         self._held: dict[tuple[PeerId, int], int] = {}
 
@@ -47,7 +62,7 @@ class Router:
         open_targets = [
             i
             for i, target in enumerate(self._targets)
-            if self._weights[i] > 0 and self._held.get((target, step % 2), 0) < self._window
+            if self._weights[i] > 0 and self._held.get((target, step % 2), 0) < self._windows[i]
         ]
         if not open_targets:
             return None
@@ -67,8 +82,9 @@ class Router:
 class Inflow:
     """The receiver's side of the windows: what each source has here and has no Backward of."""
 
-    def __init__(self, window: int) -> None:
-        self._window = window
+    def __init__(self, windows: Mapping[PeerId, int]) -> None:
+        """Windows are by source."""
+        self._windows = dict(windows)
         self._held: dict[tuple[PeerId, int], set[Microbatch]] = {}
 
     def take(self, source: PeerId, mb: Microbatch) -> None:
@@ -77,9 +93,10 @@ class Inflow:
         held = self._held.setdefault((source, mb.step % 2), set())
         if mb in held:
             raise RemoteProtocolError(f"mb={mb} was sent twice by {source}")
-        if len(held) >= self._window:
+        window = self._windows[source]
+        if len(held) >= window:
             raise RemoteProtocolError(
-                f"mb={mb} has no credit: {source} has {len(held)} here of {self._window}"
+                f"mb={mb} has no credit: {source} has {len(held)} here of {window}"
             )
         held.add(mb)
 

@@ -9,19 +9,23 @@ rebalance.py.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from heapq import heappop, heappush
 from itertools import chain, pairwise
 
 import numpy as np
 
 from swarm.core.cost import reduction_seconds, shard_shares
+from swarm.core.nearness import MANY_PEERS, largest_first, places
 from swarm.core.problem import Floats, Problem
 
 Range = tuple[int, int]
 Groups = tuple[tuple[int, ...], ...]
 Start = tuple[tuple[Range, ...], Groups]
 
-MANY_PEERS = 32
+MOST_COUNTS = 8
+"""So many numbers of stages are tried in a large swarm."""
 TOO_LARGE = 1e12
 """Seconds of a stage that does not fit, in the dynamic program."""
 
@@ -31,49 +35,70 @@ def stage_counts(problem: Problem) -> range:
     terms = problem.terms
     most = min(len(problem.layers), len(problem.peers) // terms.min_replicas)
     most = min(most, terms.max_stages or most)
-    if terms.cuts:
-        return range(len(terms.cuts) + 1, min(most, len(terms.cuts) + 1) + 1)
+    wanted = len(terms.cuts) + 1 if terms.cuts else terms.stages
+    if wanted:
+        return range(wanted, min(most, wanted) + 1)
     return range(1, most + 1)
+
+
+def stage_counts_to_try(problem: Problem) -> list[int]:
+    """Return all numbers of stages of a small swarm; of a large one some, evenly by ratio."""
+    counts = stage_counts(problem)
+    if len(problem.peers) <= MANY_PEERS or len(counts) <= MOST_COUNTS:
+        return list(counts)
+    chosen = np.geomspace(counts[0], counts[-1], MOST_COUNTS).round().astype(int)
+    return sorted(set(chosen.tolist()))
 
 
 def starts(problem: Problem, stages: int) -> Iterator[Start]:
     """Yield places to begin at with so many stages: peers dealt out in several orders, or every
     stage in as few places as possible. Each is cut twice: for equal stages, then for the groups
-    that came of it.
+    that came of it; of many peers, the second is all that is looked at.
 
     Groups may be too small for a stage's memory or the terms' replicas; who fits nowhere, or is
     one too many, is in none.
     """
+    many = len(problem.peers) > MANY_PEERS
     even = best_cuts(problem, [float(problem.speed.sum()) / stages] * stages)
     orders = _orders(problem, stages)
-    for number in range(len(orders) + 1):
+    blocks = sorted({min(len(places(problem)), stages), stages} - {1})
+    rules: list[Callable[[Sequence[Range]], Groups]] = [
+        *(partial(deal, problem, order=order) for order in orders),
+        *(partial(_deal_in_blocks, problem, blocks=count) for count in blocks or [1]),
+    ]
+    for rule in rules:
         ranges = even
         for _ in range(2):
-            row = number == len(orders)
-            dealt = (
-                _deal_in_a_row(problem, ranges) if row else deal(problem, ranges, orders[number])
-            )
-            groups = _filled(problem, dealt)
-            yield ranges, groups
+            groups = _filled(problem, rule(ranges))
+            if ranges != even or not many:
+                yield ranges, groups
             speeds = [float(problem.speed[list(group)].sum()) for group in groups]
             again = best_cuts(problem, speeds, groups)
             if again == ranges:
                 break
             ranges = again
+        if many and ranges == even:
+            yield ranges, groups
 
 
-def _orders(problem: Problem, stages: int) -> list[list[int]]:
+def _orders(problem: Problem, stages: int) -> list[Sequence[int]]:
     """Return in which orders peers are dealt to all stages: largest first; place by place, so that
     activations stay near; those of one place only; the fewest that can be, of all and of each
-    place; and, for one stage, each peer alone. Of many peers the fewest are not worth a look."""
-    everybody = largest_first(problem, range(len(problem.peers)))
-    places = [largest_first(problem, place) for place in _places(problem)]
-    whole = [everybody, list(chain(*places))]
-    whole += [place for place in places if stages <= len(place) < len(everybody)]
+    place; and, for one stage, each peer alone. Of many peers two places and the fastest of all."""
+    everybody: Sequence[int] = largest_first(problem, range(len(problem.peers)))
+    many = len(everybody) > MANY_PEERS
+    rows: list[Sequence[int]] = list(places(problem))
+    whole = [everybody, list(chain(*rows))]
+    alone = [row for row in rows if stages <= len(row) < len(everybody)]
+    if many:
+        alone.sort(key=lambda row: -float(problem.speed[list(row)].sum()))
+        fastest = everybody[:stages]
+        return [*whole, *alone[:2], fastest]
+    whole += alone
     fewest = [order[:stages] for order in whole]
     if stages == 1:
         fewest += [[peer] for peer in everybody]
-    return whole if len(everybody) > MANY_PEERS else [*whole, *fewest]
+    return [*whole, *fewest]
 
 
 # --- cuts ----------------------------------------------------------------------------------------
@@ -192,22 +217,34 @@ def _ways(problem: Problem, stage: int, stages: int, groups: Groups | None) -> F
 # --- peers to stages -----------------------------------------------------------------------------
 
 
-def deal(problem: Problem, ranges: Sequence[Range], order: Sequence[int] | None = None) -> Groups:
+def deal(
+    problem: Problem,
+    ranges: Sequence[Range],
+    order: Sequence[int] | None = None,
+    stages: Sequence[int] = (),
+) -> Groups:
     """Return groups by the rule: largest first (or in the given order) into the poorest stage, the
-    one with the most seconds per microbatch so far, of those with room and whose memory fits."""
-    stages = range(len(ranges))
+    one with the most seconds per microbatch so far, of those with room and whose memory fits; of
+    all stages, or of those given."""
+    stages = stages or range(len(ranges))
     groups: list[list[int]] = [[] for _ in ranges]
     speeds = [0.0 for _ in ranges]
     seconds = [problem.seconds(*layers) for layers in ranges]
-    needed = [problem.memory_bytes(*ranges[stage], stage, len(ranges)) for stage in stages]
-    limit = problem.replica_limit
+    needed = [problem.memory_bytes(*each, stage, len(ranges)) for stage, each in enumerate(ranges)]
+    poorest = [(0.0 if seconds[stage] else math.inf, stage) for stage in stages]  # a heap
     for peer in largest_first(problem, range(len(problem.peers))) if order is None else order:
-        memory, speed = problem.peers[peer].memory_bytes, problem.peers[peer].speed
-        fitting = [s for s in stages if len(groups[s]) < limit and needed[s] <= memory]
-        if fitting:
-            poorest = min(fitting, key=lambda s: speeds[s] / seconds[s] if seconds[s] else math.inf)
-            groups[poorest].append(peer)
-            speeds[poorest] += speed
+        small = []
+        while poorest and needed[poorest[0][1]] > problem.peers[peer].memory_bytes:
+            small.append(heappop(poorest))
+        if poorest:
+            _, stage = heappop(poorest)
+            groups[stage].append(peer)
+            speeds[stage] += problem.peers[peer].speed
+            if len(groups[stage]) < problem.replica_limit:
+                rate = speeds[stage] / seconds[stage] if seconds[stage] else math.inf
+                heappush(poorest, (rate, stage))
+        for each in small:
+            heappush(poorest, each)
     return tuple(tuple(sorted(group)) for group in groups)
 
 
@@ -224,54 +261,30 @@ def _filled(problem: Problem, groups: Groups) -> Groups:
     return tuple(tuple(sorted(group)) for group in made)
 
 
-def largest_first(problem: Problem, peers: Sequence[int]) -> list[int]:
-    """Return peers by falling speed; ties by id."""
-    return sorted(peers, key=lambda peer: (-problem.peers[peer].speed, peer))
-
-
 def fits(problem: Problem, peer: int, ranges: Sequence[Range], stage: int) -> bool:
     """Whether a peer has the memory for a stage."""
     needed = problem.memory_bytes(*ranges[stage], stage, len(ranges))
     return problem.peers[peer].memory_bytes >= needed
 
 
-def _deal_in_a_row(problem: Problem, ranges: Sequence[Range]) -> Groups:
-    """Stages take peers place by place, each until it has its part: reductions stay near."""
-    order = [peer for place in _places(problem) for peer in largest_first(problem, place)]
+def _deal_in_blocks(problem: Problem, ranges: Sequence[Range], blocks: int) -> Groups:
+    """Consecutive stages in blocks: each block takes peers place by place until it has its part,
+    and deals them to its stages. With as many blocks as stages, reductions stay near."""
+    order = list(chain(*places(problem)))
     stages = len(ranges)
+    edges = [stages * block // blocks for block in range(blocks + 1)]
     total = problem.seconds(0, len(problem.layers)) or 1.0
     everything = float(problem.speed.sum())
-    groups: list[list[int]] = [[] for _ in ranges]
-    stage, so_far = 0, 0.0
-    for i, peer in enumerate(order):
-        wanted = everything * problem.seconds(0, ranges[stage][1]) / total
-        full = groups[stage] and so_far + problem.peers[peer].speed / 2 > wanted
-        needed = stages - 1 - stage
-        if stage < stages - 1 and (full or (groups[stage] and len(order) - i <= needed)):
-            stage += 1
-        so_far += problem.peers[peer].speed
-        if len(groups[stage]) < problem.replica_limit and fits(problem, peer, ranges, stage):
-            groups[stage].append(peer)
-    return tuple(tuple(sorted(group)) for group in groups)
-
-
-def _places(problem: Problem) -> list[list[int]]:
-    """Return the peers of every place, neighbours near each other: from the place with the most
-    data holders on, always the place with the widest links to the one before."""
-    names = sorted({peer.place for peer in problem.peers})
-    members = [[i for i, peer in enumerate(problem.peers) if peer.place == name] for name in names]
-    holders = [sum(problem.peers[i].has_data for i in place) for place in members]
-    left = list(range(len(members)))
-    here = max(left, key=lambda k: (holders[k], -k))
-    made = []
-    while True:
-        left.remove(here)
-        made.append(members[here])
-        if not left:
-            return made
-        last = here
-        here = max(left, key=lambda k: (_width(problem, members[last], members[k]), -k))
-
-
-def _width(problem: Problem, a: Sequence[int], b: Sequence[int]) -> float:
-    return float(problem.link[np.ix_(a, b)].mean() + problem.link[np.ix_(b, a)].mean())
+    groups: list[tuple[int, ...]] = []
+    taken, so_far = 0, 0.0
+    for first, last in pairwise(edges):
+        wanted = everything * problem.seconds(0, ranges[last - 1][1]) / total
+        begin, most = taken, len(order) - (stages - last)
+        while taken < most and (
+            taken - begin < last - first or so_far + problem.speed[order[taken]] / 2 <= wanted
+        ):
+            so_far += float(problem.speed[order[taken]])
+            taken += 1
+        part = largest_first(problem, order[begin : taken if last < stages else len(order)])
+        groups += deal(problem, ranges, part, range(first, last))[first:last]
+    return tuple(groups)

@@ -30,6 +30,8 @@ from protocol.signing import PeerId
 from swarm.core.effects import Send
 from swarm.core.holding import Holding
 from swarm.core.ledger import Ledger
+from swarm.core.memo import by_identity
+from swarm.core.roll import stage_of, working_peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,10 @@ class Role:
     @property
     def stage(self) -> int:
         """Return the number of the stage that this peer hosts."""
-        for number, stage in enumerate(self.body.stages):
-            if self.me in stage.replicas:
-                return number
-        raise ValueError(f"{self.me} hosts no stage in this plan")
+        stage = stage_of(self.body).get(self.me)
+        if stage is None:
+            raise ValueError(f"{self.me} hosts no stage in this plan")
+        return stage
 
     @property
     def group(self) -> tuple[PeerId, ...]:
@@ -125,14 +127,17 @@ class Role:
 
 def role_of(body: PlanBody, me: Member, fence: Fence, lineage: int) -> Role | None:
     """Return the replica role of `me`, or None if the plan gives it none."""
-    if any(me in stage.replicas for stage in body.stages):
-        return Role(body, me, fence, lineage)
-    return None
+    return Role(body, me, fence, lineage) if me in stage_of(body) else None
 
 
 def replicas_of(body: PlanBody, stage: int) -> tuple[PeerId, ...]:
     """Return the peers of a stage's replicas, in plan order."""
-    return tuple(member.peer for member in body.stages[stage].replicas)
+    return _groups_of(body)[stage]
+
+
+@by_identity
+def _groups_of(body: PlanBody) -> tuple[tuple[PeerId, ...], ...]:
+    return tuple(tuple(member.peer for member in stage.replicas) for stage in body.stages)
 
 
 def ranges_of_stages(body: PlanBody) -> list[tuple[int, int]]:
@@ -145,6 +150,7 @@ def step_coordinator_of(body: PlanBody) -> PeerId:
     return body.stages[0].replicas[0].peer
 
 
+@by_identity
 def audience_of(body: PlanBody) -> tuple[PeerId, ...]:
     """Return who hears how the steps go on: workers, standbys and leavers, sorted."""
     standby = {each.member.peer for each in body.standby}
@@ -152,10 +158,10 @@ def audience_of(body: PlanBody) -> tuple[PeerId, ...]:
     return tuple(sorted({*workers_of(body), *standby, *leavers}))
 
 
+@by_identity
 def workers_of(body: PlanBody) -> tuple[PeerId, ...]:
     """Return all replicas and feeders, each once, sorted."""
-    replicas = {member.peer for stage in body.stages for member in stage.replicas}
-    return tuple(sorted(replicas | {feeder.member.peer for feeder in body.feeders}))
+    return tuple(sorted(working_peers(body)))
 
 
 class ReplicaStep:

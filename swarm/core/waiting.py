@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from protocol.messages import Heartbeat
 from protocol.signing import PeerId
+from swarm.core.pace import HEARTBEAT_SECONDS
 
 STUCK_SECONDS = 30.0
 STUCK_TASKS = 20
@@ -31,6 +32,8 @@ class Waits:
 
     coordinator: PeerId = ""
     """The step coordinator."""
+    period: float = HEARTBEAT_SECONDS
+    """How often members say how they are."""
     _since: dict[tuple[PeerId, PeerId], float] = field(default_factory=dict)
 
     def overdue(
@@ -49,7 +52,7 @@ class Waits:
         return [
             (awaited, f"{peer} has waited for it for {seconds:.0f} s")
             for (peer, awaited), seconds in found.items()
-            if now - self._since[peer, awaited] >= OVERDUE_SECONDS
+            if now - self._since[peer, awaited] >= max(OVERDUE_SECONDS, 2 * self.period)
         ]
 
     def _is_excused(

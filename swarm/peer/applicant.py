@@ -24,6 +24,7 @@ from swarm.peer.control import Control
 from swarm.peer.discovery import Discovery
 from swarm.peer.joining import JOIN_SECONDS, RETRY_SECONDS, find_swarm, join
 from swarm.peer.links import Links
+from swarm.peer.prober import Prober
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Applicant:
         addresses: tuple[str, ...],
         device: str,
         draw: Callable[[], float],
+        prober: Prober,
     ) -> None:
         """Ask at `addresses` first; `draw` returns a random number in [0, 1)."""
         self.phase = "starting"
@@ -54,6 +56,7 @@ class Applicant:
         self._addresses = addresses
         self._device = device
         self._draw = draw
+        self._prober = prober
         self._asked: frozenset[PeerId] = frozenset()
         """Whom this peer has asked, last, to become a member."""
 
@@ -73,7 +76,7 @@ class Applicant:
             if control.is_member or control.plan.body.ended:
                 self.phase = "standby"
                 pause = REJOIN_SECONDS
-                await _wait_a_moment()
+                await trio.sleep(control.roster.pace.moment_seconds)
             elif control.is_stuck(task_seconds()):
                 self.phase = "stalled"
                 await _wait_a_moment()
@@ -114,9 +117,11 @@ class Applicant:
                     known = await self._known_peers()
                     addresses = () if self._has_plan and known else self._addresses
                     first = await find_swarm(self._links, addresses, known)
+                self._prober.tell([first])
                 await control.fetch_chain(first)  # a request is good for a few epochs only
                 record, _, request = self._request(profile, digest)
                 self._asked = await join(self._links, first, record, request)
+                self._prober.tell(self._asked)
                 return
             except PeerError as error:
                 log.info("nobody takes this peer in yet reason=%r", error.reason)

@@ -4,6 +4,7 @@ It drives `core.agreement` and `leading`. The rule: hard state is on disk before
 anything that relies on it is sent.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -17,15 +18,19 @@ from protocol.messages import (
     CandidatePlan,
     Certified,
     ChainAnswer,
+    Changed,
     Consented,
     Durable,
     GetChain,
+    GetSwarm,
     Heartbeat,
     Join,
     JoinAnswer,
     LeaderBeat,
     Leave,
     LostWork,
+    Measured,
+    MemberView,
     Message,
     Ping,
     PingFor,
@@ -38,6 +43,7 @@ from protocol.messages import (
     Review,
     Stand,
     Suspect,
+    SwarmAnswer,
     VerdictAnswer,
     Vote,
 )
@@ -53,6 +59,7 @@ from protocol.records import (
     PlanBody,
     PlanHeader,
     Signed,
+    decode_record,
     open_signed,
     sign_record,
 )
@@ -60,14 +67,19 @@ from protocol.signing import Identity, PeerId
 from swarm.core import membership, voting
 from swarm.core.agreement import Agreement
 from swarm.core.ballots import Draft
-from swarm.core.chain import HARD_STATE, Plan
+from swarm.core.chain import Plan
+from swarm.core.changes import LEAST_BYTES, changes_of, rebuilt_body
 from swarm.core.council import majority_rtt_seconds
 from swarm.core.effects import Send
+from swarm.core.measured import check_estimates
 from swarm.core.membership import Membership
+from swarm.core.pace import HEARTBEAT_SECONDS, LEADER_BEAT_SECONDS, SMALL, Pace, consents_now
 from swarm.core.planning import Candidate, members_of
-from swarm.core.review import ReviewContext, review
-from swarm.core.step import step_coordinator_of
-from swarm.core.verification import check_join, check_plan, refusal_of
+from swarm.core.review import ReviewContext, better_plan, is_too_poor, review
+from swarm.core.roles import Placing
+from swarm.core.roll import records_of, working
+from swarm.core.soundness import check_once
+from swarm.core.verification import check_join, refusal_of
 from swarm.core.voting import (
     Adopted,
     Announce,
@@ -80,18 +92,14 @@ from swarm.core.voting import (
 )
 from swarm.errors import PeerError, RecoveryError
 from swarm.peer.joining import NOT_YET
+from swarm.peer.keeping import Keeper
 from swarm.peer.leading import Leading
 from swarm.peer.link import Answer
 from swarm.peer.links import Links
-from swarm.peer.roster import (
-    HEARTBEAT_SECONDS,
-    LEADER_BEAT_SECONDS,
-    Roster,
-    beat_forever,
-    working_members,
-)
+from swarm.peer.roster import Roster, working_members
+from swarm.peer.solving import Question
 from swarm.peer.vigil import Vigil
-from swarm.ports import Storage
+from swarm.ports import Solver, Storage
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +109,14 @@ CONSENT_SECONDS = 10.0
 """How soon a member that does not vote says again that it would."""
 LONGEST_SECONDS = 1.0
 """After so long this peer looks round even if nothing is due."""
-LEADERLESS_SECONDS = 10.0
+LEADERLESS_SECONDS, LEADERLESS_BEATS = 10.0, 3
 """Elections take a few seconds: only after this time is the lack of a leader trouble."""
+OVERDUE_LOOK_SECONDS = 1.0
+"""How often voters look who is awaited for too long."""
+RETELL_SECONDS = 2.0
+"""Who was told of the newest plan so recently may have it on its way."""
+TABLE_SECONDS = 0.5
+"""How long `swarm status` waits for the leader's table, and how old one may be."""
 
 
 class Control:
@@ -120,6 +134,8 @@ class Control:
         on_plan: Callable[[Plan], None],
         wait_for_peers: int,
         stages: int,
+        solver: Solver | None = None,
+        place: Placing | None = None,
     ) -> None:
         """Continue from what `agreement` knows."""
         self.manifest = manifest
@@ -135,7 +151,10 @@ class Control:
             roster=self.roster,
             wait_for_peers=wait_for_peers,
             stages=stages,
+            solves=solver is not None,
+            place=place,
         )
+        self._solver = solver
         self.vigil = Vigil(
             run=manifest.run,
             me=me,
@@ -147,11 +166,16 @@ class Control:
             leading=self.leading,
             wake=lambda: self._wake.set(),
         )
-        self._before = agreement.newest
+        self._before = self._before_newest = agreement.newest
+        self._directory = [agreement.newest.body]
+        links.directory = self._record_of
         self.beat: LeaderBeat | None = None
+        self.table: tuple[MemberView, ...] = ()
+        """The members, as the leader saw them when this peer asked last."""
+        self._table_at = -math.inf
         self._beat_at = trio.current_time()
         self._identity = identity
-        self._storage = storage
+        self._keeper = Keeper(storage)
         self._links = links
         self._on_plan = on_plan
         self.agree_seconds: float | None = None
@@ -160,7 +184,19 @@ class Control:
         self._retry_at = 0.0
         self._consented: tuple[object, ...] = ()
         self._consented_at = 0.0
+        self._consent_turn = 0
         self._fetching: set[PeerId] = set()
+        self._heard_candidates: set[PeerId] = set()
+        """Whose candidate plan for the newest plan has been looked at: checking one costs."""
+        self._told: dict[PeerId, tuple[object, float]] = {}
+        """Of which plan a peer was told last, and when."""
+        self._overdue_at = self._ask_at = 0.0
+        self._leads = trio.Event()
+        self._news = trio.Event()
+        """There is something about this peer that others wait to hear."""
+        self._standing: object = None
+        self._told_by: PeerId | None = None
+        """Who said last that it leads."""
         self._wake = trio.Event()
         self.measured = trio.Event()
         """Set once this peer knows its machine, and may ask to join."""
@@ -218,7 +254,9 @@ class Control:
     def planning_trouble(self) -> str:
         """Return what keeps the council from deciding; training may go on meanwhile."""
         body = self.plan.body
-        if not body.stages or body.ended or self.beat_age_seconds <= LEADERLESS_SECONDS:
+        beats = LEADERLESS_BEATS * self.roster.pace.leader_beat_seconds
+        patience = max(LEADERLESS_SECONDS, beats)
+        if not body.stages or body.ended or self.beat_age_seconds <= patience:
             return ""
         council = self.plan.header.council
         reached = [peer for peer in council if self.vigil.reaches(peer)]
@@ -256,17 +294,25 @@ class Control:
         while True:
             self._wake = trio.Event()
             due = min(self.agreement.deadline, self.members.deadline, self._draft_at())
-            with trio.move_on_at(min(due, trio.current_time() + LONGEST_SECONDS)):
+            with trio.move_on_at(min(due, trio.current_time() + self._longest_seconds)):
                 await self._wake.wait()
             self._expire()
+
+    @property
+    def _longest_seconds(self) -> float:
+        if self.agreement.is_voter or self.roster.pace.is_small:
+            return LONGEST_SECONDS
+        return self.roster.pace.heartbeat_seconds
 
     def _expire(self) -> None:
         now = trio.current_time()
         if now >= self.agreement.deadline:
             self._perform(self.agreement.expire(now))
-        self.vigil.act(self.members.expire(now))
-        if self.is_leader or self.agreement.is_voter:  # members report to them
-            heartbeats = self.leading.heartbeats()
+        if now >= self.members.deadline or self.members.has_not_begun:
+            self.vigil.act(self.members.expire(now))
+        if self.agreement.is_voter and now >= self._overdue_at:  # members report to them
+            self._overdue_at = now + OVERDUE_LOOK_SECONDS
+            heartbeats = self.leading.heartbeats() if self.roster.somebody_waits else {}
             self.vigil.act(self.members.overdue(heartbeats, self._task_seconds(), now))
         self._lead(now)
 
@@ -276,17 +322,68 @@ class Control:
 
     def _draft_at(self) -> float:
         """Return when a draft is due; infinite while none is welcome."""
-        return max(self.leading.deadline, self._retry_at) if self._may_draft else math.inf
+        return max(self.leading.look_at, self._retry_at) if self._may_draft else math.inf
+
+    def tell(self, standing: object) -> None:
+        """This peer stands as `standing` says with the newest plan: others wait to hear of it."""
+        if standing != self._standing:
+            self._standing = standing
+            if not self.roster.pace.is_small:
+                self._news.set()
 
     def _lead(self, now: float) -> None:
         """As the leader, let the council review what should be done next."""
         agreement = self.agreement
-        if not self._may_draft or now < self._retry_at:
+        self._ask_solver(now)
+        if not self._may_draft or now < self._retry_at or not self.leading.is_due(now):
             return
         wanted = self.leading.draft(now)
         if wanted is not None:
             draft, evidence = wanted
             self._perform(agreement.lead(draft, now, self._judge, evidence))
+
+    # --- better plans --------------------------------------------------------------------
+
+    def _ask_solver(self, now: float) -> None:
+        """Let the solver look for a better plan, if there is reason to: for the leader, and for a
+        voter that has no work."""
+        solver = self._solver
+        if solver is None or now < self._ask_at:
+            return
+        self._ask_at = now + self.roster.pace.draft_pause_seconds
+        is_free = self.agreement.is_voter and self.me not in working(self.plan.body)
+        if solver is None or not (self._may_draft or (is_free and self.plan.body.stages)):
+            return
+        question = self.leading.question(now)
+        if question is not None:
+            self._links.start_soon(self._solve, solver, question)
+
+    async def _solve(self, solver: Solver, question: Question) -> None:
+        assignment, better = None, None
+        try:
+            assignment = await solver.solve(question.problem, question.seed)
+        finally:
+            better = self.leading.answered(question.problem, assignment)
+        if self.leader is not None and not self.is_leader:
+            self._tell_candidate(self.leader, better)
+        self._wake.set()
+
+    def _tell_candidate(self, leader: PeerId, body: PlanBody | None) -> None:
+        if body is not None:
+            generation, epoch = self.plan.key
+            self._links.post(
+                leader, CandidatePlan(generation=generation, epoch=epoch, body=canonical(body))
+            )
+
+    def _handle_candidate_plan(self, sender: PeerId, message: CandidatePlan) -> None:
+        """Somebody has found a plan. Raises RemoteProtocolError if it is none of these members."""
+        is_late = (message.generation, message.epoch) != self.plan.key
+        if is_late or not self.is_leader or sender in self._heard_candidates:
+            return
+        self._heard_candidates.add(sender)
+        body = decode_record(message.body, PlanBody)
+        taken = self.leading.propose(body)
+        log.info("candidate plan peer=%s epoch=%d taken=%s", sender, message.epoch, taken)
 
     def stop(self) -> None:
         """Tell leader and council that this peer stops; its own word is the evidence."""
@@ -297,6 +394,12 @@ class Control:
                 self._links.post(peer, Leave(boot=self.me.boot))
 
     # --- what arrives ----------------------------------------------------------------------
+
+    def hear_work(self, peer: PeerId, boot: int) -> None:
+        """A peer has said something about training: in a large swarm, where it says little else,
+        that it lives."""
+        if not self.roster.pace.is_small:
+            self.vigil.sound(peer, boot, trio.current_time())
 
     def handle(self, peer: PeerId, boot: int, message: Message, answer: Answer) -> None:
         """Take in a message that is not about training itself.
@@ -317,6 +420,8 @@ class Control:
                 self._handle_leader_beat(peer, boot, message, now)
             case Certified(plan=proof):
                 self._take_certified(proof, peer)
+            case Changed(plan=link, changes=changes):
+                self._take_changed(link, changes, peer)
             case GetChain():
                 plans = self.agreement.chain_for(message.generation, message.epoch)
                 answer(ChainAnswer(id=message.id, plans=plans), ())
@@ -324,6 +429,9 @@ class Control:
                 self._handle_join(peer, message, answer)
             case PingFor(target=target):
                 self.vigil.act(self.members.ping_for(peer, target, now))
+            case GetSwarm():
+                members = self.roster.table() if self.is_leader else ()
+                answer(SwarmAnswer(id=message.id, members=members), ())
             case PingResult(observation=signed) if signed is not None:
                 self.vigil.take_observation(signed)
             case PingResult(target=target):
@@ -337,8 +445,11 @@ class Control:
                 self.leading.drop_candidate(peer)
             case Consented(consent=signed):
                 self._take_consent(peer, signed)
+            case Measured(estimates=signed):
+                told = check_estimates(signed, peer, self.manifest.run, boot)
+                self.roster.measured(told, signed)
             case CandidatePlan():
-                log.info("candidate plan peer=%s epoch=%d", peer, message.epoch)
+                self._handle_candidate_plan(peer, message)
             case (
                 PreVote()
                 | PreVoteAnswer()
@@ -353,7 +464,9 @@ class Control:
                 self._perform(self.agreement.handle(peer, message, now, self._judge))
             case other:
                 raise RemoteProtocolError(f"{type(other).__name__} is not expected here")
-        self._wake.set()
+        is_routine = isinstance(message, Ping | Pong | LeaderBeat)
+        if self.agreement.is_voter or not is_routine:
+            self._wake.set()
 
     # --- joining ---------------------------------------------------------------------------
 
@@ -401,7 +514,7 @@ class Control:
 
     def _check_body(self, body: PlanBody) -> None:
         """Nobody could work by a malformed plan: it is not adopted."""
-        check_plan(body, self.manifest, self.layers)
+        check_once(body, self.manifest, self.layers)
 
     async def fetch_chain(self, peer: PeerId) -> None:
         """Ask a peer for the certified plans that this one lacks; once at a time."""
@@ -444,19 +557,29 @@ class Control:
                 member.peer: self.members.boot_of(member.peer)
                 for member in members_of(self.plan.body)
             },
+            estimates=self.roster.estimates,
+            horizon_seconds=self.leading.horizon_seconds,
+            judges_quality=self.leading.place is None,
         )
-        return review(header, body, evidence, self.plan, context)
+        refusal = review(header, body, evidence, self.plan, context)
+        leader = self.leader
+        if is_too_poor(refusal) and leader is not None and not self.is_leader:
+            self._tell_candidate(leader, better_plan(body, evidence, self.plan, context))
+        return refusal
 
     def _perform(self, effects: Sequence[Effect]) -> None:
+        if not effects:
+            return
         for effect in effects:
             match effect:
                 case Persist(state):
-                    self._storage.save(HARD_STATE, canonical(state))
+                    self._keeper.save(state)
+                case Send(peer, Certified()):
+                    self._retell(peer)
                 case Send(peer, message):
                     self._links.post(peer, message)
                 case Announce(proof):
-                    for peer in self._audience():
-                        self._links.post(peer, Certified(plan=proof))
+                    self._announce(proof)
                 case Adopted(plan):
                     self._adopt(plan)
                 case FetchChain(peer):
@@ -464,43 +587,96 @@ class Control:
                 case voting.Leading(term):
                     log.info("leads epoch=%d term=%d", self.plan.header.epoch, term)
                     self.leading.begin()
-                    self._tell_beat()
+                    self._tell_beat(self._audience())
+                    self._leads.set()
                 case Deposed(reason):
                     log.info("deposed epoch=%d reason=%r", self.plan.header.epoch, reason)
                 case Refused(voter, reason):
                     log.warning("plan refused voter=%s reason=%r", voter, reason)
                 case ReviewFailed(refusals):
                     log.warning("review failed refusals=%d", len(refusals))
+                    self.leading.refused()
                     if any(voter == self.me.peer for voter, _ in refusals):
                         self.leading.forget_candidates()
                     self._retry_at = trio.current_time() + RETRY_SECONDS
+                    self.leading.look_again()
         self._wake.set()
+
+    def _announce(self, proof: CertifiedPlan) -> None:
+        """Tell everybody of a plan: who has the one before gets what is other in it."""
+        whole, changed = Certified(plan=proof), None
+        before, header = self._before_newest, self.plan.header
+        if len(proof.body) >= LEAST_BYTES and before.header.hash == header.predecessor:
+            link = CertifiedPlan(proof.header, b"", proof.certificate)
+            changed = Changed(plan=link, changes=changes_of(before.body, self.plan.body))
+        for peer in self._audience():
+            has_before = changed is not None and peer in records_of(before.body)
+            self._note_told(peer)
+            self._links.post(peer, changed if changed is not None and has_before else whole)
+
+    def _take_changed(self, link: CertifiedPlan, changes: bytes, sender: PeerId) -> None:
+        """Make a plan of what is other in it, or fetch it where the one before is not at hand."""
+        header = decode_record(link.header, PlanHeader)
+        if header.predecessor == self.plan.header.hash:
+            body = rebuilt_body(self.plan.body, changes)
+            self._take_certified(CertifiedPlan(link.header, body, link.certificate), sender)
+        elif (header.generation, header.epoch) > self.plan.key:
+            self._links.start_soon(self.fetch_chain, sender)
+
+    def _retell(self, peer: PeerId) -> None:
+        """Somebody speaks by an older plan: tell it of the newest, unless that is on its way."""
+        key, at = self._told.get(peer, (None, 0.0))
+        is_on_its_way = key == self.plan.key and trio.current_time() < at + RETELL_SECONDS
+        if not (is_on_its_way and self._links.is_connected(peer)):
+            self._note_told(peer)
+            self.send_newest(peer)
+
+    def _note_told(self, peer: PeerId) -> None:
+        self._told[peer] = self.plan.key, trio.current_time()
 
     def _adopt(self, plan: Plan) -> None:
         log.info("adopted epoch=%d reason=%r", plan.header.epoch, plan.body.reason)
         now, before = trio.current_time(), self._before
+        self._before_newest = before
         sign_at, self.vigil.sign_at = self.vigil.sign_at, None
         self.agree_seconds = now - sign_at if sign_at is not None else None
         self._know(plan)
-        self.leading.adopted(before)
+        self.leading.adopted(before, now)
+        self._heard_candidates.clear()
         self._retry_at = 0.0
         self._on_plan(plan)
 
     def _know(self, plan: Plan) -> None:
         """Take in who is where, and watch them."""
+        self._directory = [plan.body, self._before.body, self.agreement.active.body]
         self._before = plan
-        for signed in plan.body.members:
-            self._links.know_record(open_signed(signed, PEER_RECORD_PURPOSE, PeerRecord))
-        coordinator = step_coordinator_of(plan.body) if plan.body.stages else ""
-        members = members_of(plan.body)
-        self.vigil.act(self.members.watch(members, trio.current_time(), coordinator))
-        self.roster.forget_all_but({member.peer for member in members} | self.leading.candidates)
+        self._told = {peer: told for peer, told in self._told.items() if told[0] == plan.key}
+        self.vigil.watch(trio.current_time())
+        self.roster.forget_all_but(records_of(plan.body).keys() | self.leading.candidates)
+
+    def _record_of(self, peer: PeerId) -> PeerRecord | None:
+        """Return what the plans at hand say of where a peer is. Their signatures were checked."""
+        for body in self._directory:
+            signed = records_of(body).get(peer)
+            if signed is not None:
+                return decode_record(signed.payload, PeerRecord)
+        return None
 
     def _audience(self) -> list[PeerId]:
         """Return all but this peer: members, voters, and who asks to join."""
-        peers = {signed.signer for signed in (*self.plan.body.members, *self._before.body.members)}
+        peers = records_of(self.plan.body).keys() | records_of(self._before.body).keys()
         peers |= {*self.plan.header.council, *self._before.header.council}
         return sorted((peers | self.leading.candidates) - {self.me.peer})
+
+    def _hears_of(self, peer: PeerId) -> bool:
+        """Return whether a peer is one of the audience."""
+        return (
+            peer in records_of(self.plan.body)
+            or peer in records_of(self._before.body)
+            or peer in self.plan.header.council
+            or peer in self._before.header.council
+            or peer in self.leading.candidates
+        )
 
     # --- consent ---------------------------------------------------------------------------
 
@@ -513,6 +689,10 @@ class Control:
         if self._consented == key and now < self._consented_at + CONSENT_SECONDS:
             return
         self._consented, self._consented_at = key, now
+        self._consent_turn += 1
+        members = tuple(records_of(self.plan.body))
+        if not consents_now(self.me.peer, members, self.plan.header.epoch + self._consent_turn):
+            return
         generation, epoch = self.plan.key
         consent = Consent(run=self.manifest.run, generation=generation, epoch=epoch)
         signed = sign_record(self._identity, CONSENT_PURPOSE, consent)
@@ -534,30 +714,71 @@ class Control:
         if self.me.peer not in self.plan.header.council:
             await self.measured.wait()
 
-        def beat() -> None:
-            leader = self.leader
-            leader_rtt = self.members.rtt_seconds(leader) if leader is not None else 0.0
-            heartbeat = make(leader_rtt, self._trouble)
-            self.roster.heard(self.me.peer, heartbeat)
-            now = trio.current_time()
-            self.leading.heard(self.me.peer, now)
-            self.vigil.act(self.members.stuck(self.me, heartbeat, self._task_seconds(), now))
-            for peer in self.vigil.guides():
-                self._links.post(peer, heartbeat)
-            self.vigil.repeat_lost_work()
-            self.roster.ping_all()
-            council = self.plan.header.council
-            self.agreement.set_rtt(
-                majority_rtt_seconds(council, self.me.peer, self.members.rtt_seconds)
-            )
+        while True:
+            self._news = trio.Event()
+            began = trio.current_time()
+            self._say_heartbeat(make)
+            pace = self.roster.pace
+            voter = self.agreement.is_voter
+            period = HEARTBEAT_SECONDS if voter else pace.heartbeat_seconds
+            with trio.move_on_at(began + period):
+                await self._news.wait()
+            await trio.sleep_until(min(began + HEARTBEAT_SECONDS, began + period))
 
-        await beat_forever(HEARTBEAT_SECONDS, beat)
+    def _say_heartbeat(self, make: Callable[[float, str], Heartbeat]) -> None:
+        leader = self.leader
+        leader_rtt = self.members.rtt_seconds(leader) if leader is not None else 0.0
+        heartbeat = make(leader_rtt, self._trouble)
+        self.roster.heard(self.me.peer, heartbeat)
+        now = trio.current_time()
+        self.leading.heard(self.me.peer, now)
+        self.vigil.act(self.members.stuck(self.me, heartbeat, self._task_seconds(), now))
+        guides = self.vigil.guides()
+        for peer in guides:
+            self._links.post(peer, heartbeat)
+        self.vigil.repeat_lost_work()
+        self.roster.ping_all(guides)
+        council = self.plan.header.council
+        self.agreement.set_rtt(
+            majority_rtt_seconds(council, self.me.peer, self.members.rtt_seconds)
+        )
+
+    async def run_first_tables(self) -> None:
+        """Before the first plan, learn from the leader who else has come: of many, seldom."""
+        while not self.plan.body.stages:
+            await self.refresh_table()
+            await trio.sleep(max(1.0, len(self.table) / SMALL))
+
+    async def run_attention(self, awaited: Callable[[], tuple[Sequence[PeerId], float]]) -> None:
+        """In a large swarm, hear those whom this peer has waited for, as `awaited` says."""
+        while True:
+            pace = self.roster.pace
+            await trio.sleep(pace.moment_seconds)
+            if pace.is_small:
+                continue
+            peers, seconds = awaited()
+            self.vigil.attend(peers if seconds > pace.attention_seconds else ())
 
     async def run_leader_beats(self) -> None:
-        """While this peer leads, tell all members what the swarm looks like."""
-        await beat_forever(LEADER_BEAT_SECONDS, self._tell_beat)
+        """While this peer leads, tell the council often that it does, and the others now and
+        then."""
+        others_at = -math.inf
+        while True:
+            if not self.is_leader:
+                self._leads = trio.Event()
+                await self._leads.wait()
+            if not self.plan.body.stages:
+                self.roster.pace = Pace(len(self.leading.candidates))
+            now, pace = trio.current_time(), self.roster.pace
+            if now >= others_at:
+                others_at = now + pace.leader_beat_seconds
+                self._tell_beat(self._audience())
+            else:
+                self._tell_beat(self.plan.header.council)
+            self.vigil.look()
+            await trio.sleep(LEADER_BEAT_SECONDS)
 
-    def _tell_beat(self) -> None:
+    def _tell_beat(self, peers: Sequence[PeerId]) -> None:
         if not self.is_leader:
             return
         self._beat_at = trio.current_time()
@@ -567,9 +788,29 @@ class Control:
             waiting_for=self.leading.waiting_for,
             trouble=self.trouble,
         )
-        for peer in self._audience():
-            if peer in self._links.connected() or peer in self.plan.header.council:
+        for peer in peers:
+            if peer == self.me.peer:
+                continue
+            if self._links.is_connected(peer) or peer in self.plan.header.council:
                 self._links.post(peer, self.beat)
+
+    async def refresh_table(self) -> None:
+        """Get the table of members from the leader, if it answers soon."""
+        leader, now = self.leader, trio.current_time()
+        if self.is_leader:
+            self.table, self._table_at = self.roster.table(), now
+        elif leader is not None and now > self._table_at + TABLE_SECONDS:
+            with trio.move_on_after(TABLE_SECONDS), contextlib.suppress(PeerError):
+                received = await self._links.request(leader, lambda number: GetSwarm(id=number))
+                if isinstance(received.message, SwarmAnswer) and received.message.members:
+                    self.table, self._table_at = received.message.members, trio.current_time()
+        if not self.plan.body.stages:
+            self.roster.pace = Pace(len(self.table))
+
+    @property
+    def table_age_seconds(self) -> float:
+        """Return how old the table of members is; 0 where there is none."""
+        return trio.current_time() - self._table_at if self.table else 0.0
 
     def _handle_heartbeat(self, sender: PeerId, message: Heartbeat, now: float) -> None:
         self.vigil.heard(sender, message.boot, now)
@@ -578,7 +819,7 @@ class Control:
                 sender, message.generation, message.epoch, message.term, now
             )
         )
-        if sender not in self._audience():
+        if not self._hears_of(sender):
             return
         self.roster.heard(sender, message)
         member = Member(sender, message.boot)
@@ -593,7 +834,7 @@ class Control:
     def _is_working(self, member: Member, message: Heartbeat) -> bool:
         """Return whether a heartbeat is of a worker, as the plan names it, at this plan."""
         current = (message.generation, message.epoch) == self.plan.key
-        return current and member in working_members(self.plan.body)
+        return current and member in working(self.plan.body)
 
     def _handle_leader_beat(
         self, sender: PeerId, boot: int, message: LeaderBeat, now: float
@@ -608,6 +849,9 @@ class Control:
             self.beat = message
             self._beat_at = now
             self._consent(sender)
+            if self._told_by != sender:  # it has not heard this peer as a leader
+                self._told_by = sender
+                self._news.set()
 
     def recover(self, key: Identity, nonce: bytes) -> None:
         """Start a new generation of councils with this peer as the only voter, by the recovery

@@ -15,6 +15,7 @@ from swarm.ports import Dht
 log = logging.getLogger(__name__)
 
 FIRST_PUBLISH_SECONDS, PUBLISH_SECONDS = 1.0, 30.0
+FEW_PEERS = 100
 MAX_OTHER_WAYS_IN = 3
 """How many others' addresses an invitation names."""
 
@@ -83,14 +84,21 @@ class Discovery:
 
     async def run(self, dht: Dht) -> None:
         """Say where this peer is and see who else is there: often at first, then now and then."""
-        pause = FIRST_PUBLISH_SECONDS
+        pause, rounds = FIRST_PUBLISH_SECONDS, 0
         while True:
             self.is_published = await dht.publish(self.record())
             if not self.is_published:
                 log.warning("dht publish failed")
-            await self.look_up()
+            rounds += 1
+            if rounds % self._look_up_rounds() == 0:
+                await self.look_up()
             await trio.sleep(pause)
             pause = min(2 * pause, PUBLISH_SECONDS)
+
+    def _look_up_rounds(self) -> int:
+        """Return how often this peer says where it is before it asks again where all the others
+        are: of many it knows enough."""
+        return 1 + len(self.found) // FEW_PEERS
 
     async def look_up(self) -> list[PeerRecord]:
         """Ask the DHT who is where, and remember it."""

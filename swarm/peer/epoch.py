@@ -219,6 +219,16 @@ class Epoch:
         return self._hosting.pipeline.samples if self._hosting is not None else 0
 
     @property
+    def compute_seconds(self) -> float:
+        """Return how long forward and backward of those samples took."""
+        return self._hosting.pipeline.compute_seconds if self._hosting is not None else 0.0
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether this peer computes, feeds, or fetches a state by this plan."""
+        return self.is_replica or self.state in ("feeding", "joining")
+
+    @property
     def largest_payload_bytes(self) -> int:
         """Return how many bytes of tensors one message of this plan can carry."""
         tensors = [self._shape.input.nbytes, *(s.output.nbytes for s in self.plan.body.stages)]

@@ -17,7 +17,7 @@ from protocol.signing import PeerId
 from swarm.core.dataorder import feeder_of, sample_ids
 from swarm.core.ledger import indices_of
 from swarm.core.model import ModelShape
-from swarm.core.routing import Router, credit_window
+from swarm.core.routing import Router, credit_windows
 from swarm.core.step import replicas_of
 from swarm.errors import DataError
 from swarm.peer.links import Links
@@ -63,7 +63,9 @@ class Feeder:
         self._source = source
         self._links = links
         self._router = Router(
-            replicas_of(body, 0), body.wiring[0][self._number], credit_window(body, 0)
+            replicas_of(body, 0),
+            body.wiring[0][self._number],
+            credit_windows(body, 0)[self._number],
         )
         self._needs: dict[int, bytes] = {}
         """Indices that the first step misses, with the stages that lack them."""

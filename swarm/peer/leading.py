@@ -5,19 +5,25 @@ the first change, so that changes that belong together make one plan.
 """
 
 import logging
+import math
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Durable, Heartbeat, LostWork
-from protocol.records import Completed, Manifest, Member, Signed
+from protocol.records import Completed, Manifest, Member, PlanBody, Signed
 from protocol.signing import PeerId
 from swarm.core.agreement import Agreement
+from swarm.core.aims import aims_of
 from swarm.core.ballots import Draft
+from swarm.core.calm import Calm
 from swarm.core.chain import Plan
 from swarm.core.completion import Completion, Layers
 from swarm.core.council import next_council
-from swarm.core.drafting import NoHolder, next_draft
+from swarm.core.debounce import Debounce
+from swarm.core.drafting import NoHolder, is_needed, next_draft, same_roles
+from swarm.core.horizon import Horizon
 from swarm.core.losses import Losses
-from swarm.core.membership import Debounce, Membership
+from swarm.core.membership import Membership
+from swarm.core.memo import by_pair
 from swarm.core.planning import (
     Candidate,
     candidates_of,
@@ -26,16 +32,24 @@ from swarm.core.planning import (
     first_plan,
     halting_plan,
     members_of,
+    plan_by,
+    problem_for,
+    solved_plan,
     version_before,
 )
-from swarm.core.roles import Situation
+from swarm.core.problem import Assignment, Problem
+from swarm.core.roles import Placing, Situation
+from swarm.core.roll import records_of
 from swarm.core.step import ReplicaState, replicas_of
-from swarm.core.verification import JOIN_REQUEST_EPOCHS
+from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan
 from swarm.errors import NoFeasiblePlan
 from swarm.peer.roster import Roster
+from swarm.peer.solving import Question, Solving
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 1.0
+"""How often a leader thinks again although nothing has changed: evidence gets old."""
 NOT_SETTLED = frozenset(
     {ReplicaState.WAITING.value, ReplicaState.RECOVERING.value, "measuring", "starting"}
 )
@@ -54,9 +68,12 @@ class Leading:
         roster: Roster,
         wait_for_peers: int,
         stages: int,
+        solves: bool,
+        place: Placing | None,
     ) -> None:
         """`wait_for_peers` and `stages` are for the first plan: how many peers it waits for, and
-        its number of stages."""
+        its number of stages. `solves`: whether there is a solver to ask (`question`).
+        `place`: the rule by which everybody gets a stage, if it is not our own."""
         self._manifest = manifest
         self._me = me
         self._agreement = agreement
@@ -64,6 +81,8 @@ class Leading:
         self._roster = roster
         self._wait_for_peers = wait_for_peers
         self._stages = stages
+        self._solves = solves
+        self.place = place
         self._candidates: dict[PeerId, Candidate] = {}
         self._consents: dict[PeerId, Signed] = {}
         self._completion = Completion()
@@ -71,6 +90,13 @@ class Leading:
         self._halt = ""
         self._no_holder_since: float | None = None
         self._changes = Debounce()
+        self._solving = Solving()
+        self._calm = Calm()
+        self._horizon = Horizon()
+        self._news = 0
+        """Grows with whatever this peer is told that a draft depends on."""
+        self._looked: tuple[object, ...] | None = None
+        self._looked_at = self._look_at = -math.inf
         self.trouble = ""
         """Why no plan is possible; "" while one is, or none is needed."""
 
@@ -107,32 +133,43 @@ class Leading:
         """A peer asks to join."""
         if candidate.member not in members_of(self.plan.body):
             self._candidates[candidate.member.peer] = candidate
+            self._news += 1
 
     def drop_candidate(self, peer: PeerId) -> None:
         """Who asked to join has gone."""
         self._candidates.pop(peer, None)
+        self._news += 1
 
     def forget_candidates(self) -> None:
         """Let all who would join ask again: a plan with them has been refused."""
         self._candidates.clear()
+        self._news += 1
+
+    def refused(self) -> None:
+        """A draft was not found good: what it aimed at is given up."""
+        self._solving.target = {}
 
     def consented(self, peer: PeerId, consent: Signed) -> None:
         """A member would vote from the newest epoch on; the signature has been checked."""
         self._consents[peer] = consent
+        self._news += 1
 
     def lost_work(self, sender: PeerId, message: LostWork, now: float) -> None:
         """Frames between two workers were lost with a link. It may be said again and again."""
         self._losses.lost(sender, message.peer, (message.generation, message.epoch), now)
+        self._news += 1
 
     def heard(self, peer: PeerId, at: float) -> None:
         """A peer is alive: what was lost with its link is work, not the peer."""
-        self._losses.heard(peer, at)
+        if self._losses.heard(peer, at):
+            self._news += 1
 
     def halt(self, reason: str) -> None:
         """Training cannot go on: the next plan says so."""
         body = self.plan.body
         if body.stages and not body.halted and not body.ended:
             self._halt = self._halt or reason
+            self._news += 1
 
     def durable(self, sender: PeerId, message: Durable) -> None:
         """A replica has written its layers, by the active plan. Raises RemoteProtocolError if it
@@ -153,16 +190,25 @@ class Leading:
             )
         layers = Layers(header.lineage, message.version, stage.first, stage.last)
         self._completion.written(sender, layers, message.layer_hashes)
+        self._news += 1
 
-    def adopted(self, before: Plan) -> None:
+    def adopted(self, before: Plan, now: float) -> None:
         """There is a newer plan: most of what was asked for is settled."""
+        if not _same_members(self.plan.body, before.body):
+            self._horizon.changed(now)
+        if before.body.stages and not _same_roles(self.plan.body, before.body):
+            self._calm.begin(now)
+            is_planned = self.plan.header.kind == "planned"
+            if is_planned and not _is_needed(self.plan.body, before.body):
+                self._calm.changed(now)
         self._consents.clear()
         at_once = self.plan.header.kind == "repair" or not before.body.stages
         self._losses.adopted(self.plan.key, at_once=at_once)
         self._halt = ""
         self.trouble = ""
+        self._solving.adopted(self.plan.body)
         self._candidates = {each.member.peer: each for each in self._joining()}
-        self._completion.forget_all_but({member.peer for member in members_of(self.plan.body)})
+        self._completion.forget_all_but(set(records_of(self.plan.body)))
         if at_once or self.plan.body.ended:
             self._no_holder_since = None
 
@@ -172,15 +218,40 @@ class Leading:
         """This peer begins to lead: changes that it has seen when it led before have waited for
         nothing since."""
         self._changes.forget()
+        self._looked = None
+
+    def look_again(self) -> None:
+        """What was drafted last was not found good."""
+        self._looked = None
 
     @property
     def deadline(self) -> float:
         """Return when a draft that waits for further changes is due."""
         return self._changes.deadline
 
+    @property
+    def look_at(self) -> float:
+        """Return when to look again whether there is one, though nothing has changed."""
+        return min(self._changes.deadline, self._look_at)
+
+    def is_due(self, now: float) -> bool:
+        """Return whether something that a draft depends on may be other than at the last one: it
+        has changed, or time has passed. In a large swarm changes gather for a moment."""
+        if self._looked != self._all_changes:
+            pause = self._roster.pace.draft_pause_seconds
+            self._look_at = min(self._look_at, self._looked_at + pause)
+        return now >= self.look_at
+
+    @property
+    def _all_changes(self) -> tuple[object, ...]:
+        return (self.plan.key, self._news, self._roster.changes, self._members.changes)
+
     def draft(self, now: float) -> tuple[Draft, tuple[Signed, ...]] | None:
         """Return the plan that this peer would propose now, with its evidence; None if there is
         none, or if further changes may come."""
+        pace = self._roster.pace
+        self._looked, self._looked_at = self._all_changes, now
+        self._look_at = now + max(LOOK_SECONDS, pace.moment_seconds)
         wanted = self._wanted(now)
         if wanted is None:
             self._changes.forget()
@@ -220,9 +291,20 @@ class Leading:
         founder = self._candidates.get(self._me.peer)
         if founder is None or self.waiting_for:
             return None
-        candidates = [self._candidates[peer] for peer in sorted(self._candidates)]
+        candidates = self._all_candidates
+        training, estimates = self._manifest.training, self._roster.estimates
         try:
-            body = first_plan(self._manifest.training, candidates, self._stages)
+            if self._stages or training.slicing.cuts or not self._solves:
+                body = first_plan(training, candidates, self._stages, estimates)
+            else:
+                peers = [each.request.peer for each in candidates]
+                if not self._solving.is_answered(peers):  # the solver is at work
+                    return None
+                assignment = self._solving.answer
+                if assignment is None:  # or has failed
+                    body = first_plan(training, candidates, 0, estimates)
+                else:
+                    body = solved_plan(training, candidates, estimates, assignment)
         except NoFeasiblePlan as error:
             self.trouble = f"{error.what} ({error.hint})"
             return None
@@ -283,12 +365,95 @@ class Leading:
             settled=settled,
             version=self.version,
             waited_seconds=now - since if since is not None else 0.0,
+            estimates=self._roster.estimates,
+            horizon_seconds=self.horizon_seconds,
+            is_calm=self._calm.is_calm(now) and self.place is None,
+            place=self.place,
+            target=self._solving.target,
         )
+
+    # --- the full solve -------------------------------------------------------------------
+
+    @property
+    def _all_candidates(self) -> list[Candidate]:
+        return [self._candidates[peer] for peer in sorted(self._candidates)]
+
+    def question(self, now: float) -> Question | None:
+        """Return a problem that the solver should work on now, in the background; None if there is
+        none. It is then under way until `answered`."""
+        body = self.plan.body
+        if not self._solves or body.ended or body.halted:
+            return None
+        if not body.stages:
+            return self._first_question(now)
+        roles = (self.plan.key, body.members, body.stages, body.standby)
+        if not self._solving.is_due(roles, now) or not self._is_all_settled:
+            return None
+        council = self.plan.header.council
+        seed = council.index(self._me.peer) if self._me.peer in council else len(council)
+        return self._solving.question(self._problem_now(), roles, seed, now)
+
+    def _first_question(self, now: float) -> Question | None:
+        candidates, estimates = self._all_candidates, self._roster.estimates
+        roles = tuple(each.record for each in candidates)
+        is_free = not self._stages and not self._manifest.training.slicing.cuts
+        if not is_free or self.waiting_for or self._me.peer not in self._candidates:
+            return None
+        if not self._solving.is_due(roles, now):
+            return None
+        problem = problem_for(self._manifest.training, candidates, estimates)
+        return self._solving.question(problem, roles, 0, now)
+
+    def answered(self, problem: Problem, assignment: Assignment | None) -> PlanBody | None:
+        """The solver has ended, perhaps without an answer. Return the plan that this leads to, if
+        it is better than what the newest plan leads to: it is aimed at from now on."""
+        self._news += 1
+        self._solving.answered(problem, assignment)
+        body, now = self.plan.body, self._problem_now() if self.plan.body.stages else problem
+        same = [peer.id for peer in now.peers] == [peer.id for peer in problem.peers]
+        if assignment is None or not body.stages or not same:
+            return None
+        if not self._solving.propose(now, body, assignment):
+            return None
+        return plan_by(now, list(candidates_of(body).values()), assignment, programs=False)
+
+    def propose(self, body: PlanBody) -> bool:
+        """Somebody has made a plan that could follow the newest one: aim at it if it is better.
+        Return whether it is. Raises RemoteProtocolError if it is not well-formed."""
+        now = self.plan.body
+        check_plan(body, self._manifest)
+        self._news += 1
+        problem = self._problem_now()
+        index = {member: i for i, member in enumerate(members_of(now))}
+        return self._solving.propose(problem, now, aims_of(problem, body, index))
+
+    def _problem_now(self) -> Problem:
+        body = self.plan.body
+        members = list(candidates_of(body).values())
+        return problem_for(
+            self._manifest.training,
+            members,
+            self._roster.estimates,
+            before=body,
+            horizon_seconds=self.horizon_seconds,
+        )
+
+    @property
+    def horizon_seconds(self) -> float:
+        """Return how long a plan is expected to last, by the last changes of members."""
+        return self._horizon.seconds
+
+    @property
+    def _is_all_settled(self) -> bool:
+        heartbeats = self.heartbeats()
+        return all(self._is_settled(peer, heartbeats) for peer in self._hosting)
 
     def _joining(self) -> list[Candidate]:
         """Return who asks to join, in order of peer: requests that are good for the next plan.
 
         This peer may have taken one in long ago, when it led, or of a start that is over."""
+        if not self._candidates:
+            return []
         boots = {member.peer: member.boot for member in members_of(self.plan.body)}
         return [
             each
@@ -323,4 +488,15 @@ class Leading:
         for peer in draft.council:
             if peer not in self.plan.header.council and peer in self._consents:
                 found.append(self._consents[peer])
+        estimates = self._roster.estimates
+        found += [estimates[each.signer] for each in draft.body.members if each.signer in estimates]
         return tuple(found)
+
+
+@by_pair
+def _same_members(body: PlanBody, before: PlanBody) -> bool:
+    return members_of(body) == members_of(before)
+
+
+# Everybody asks this of every plan.
+_same_roles, _is_needed = by_pair(same_roles), by_pair(is_needed)

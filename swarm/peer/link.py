@@ -17,6 +17,7 @@ from protocol.connection import Connection, Received
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TABLE, Goodbye, Message, Reply, Request, Traffic
 from protocol.signing import PeerId
+from swarm.core.estimation import Writers
 from swarm.errors import PeerError, PeerRefused, PeerUnreachable
 from swarm.ports import Buffer, ByteStream
 
@@ -107,13 +108,20 @@ class Link:
     """One connection to one peer: an outbox in order of rank, a writer and a reader."""
 
     def __init__(
-        self, stream: ByteStream, connection: Connection, receiver: Receiver, traffic: TrafficCount
+        self,
+        stream: ByteStream,
+        connection: Connection,
+        receiver: Receiver,
+        traffic: TrafficCount,
+        writers: Writers | None = None,
     ) -> None:
+        """`writers` sees how fast bulk data leaves."""
         self.peer = stream.peer
         self.connection = connection
         self._stream = stream
         self._receiver = receiver
         self._traffic = traffic
+        self._writers = writers if writers is not None else Writers()
         self._outbox: list[_Queued] = []
         self._numbers = itertools.count()
         self._work = trio.Event()
@@ -210,6 +218,7 @@ class Link:
         finally:
             for channel in self._waiting.values():
                 channel.close()
+            self._writers.pause(self.peer)
             await self._stream.aclose()
 
     async def refuse(self, fault: str) -> None:
@@ -228,12 +237,17 @@ class Link:
         await self._stream.aclose()
 
     async def _write(self) -> None:
+        is_bulk = self.connection.channel == "bulk"
         while True:
+            if is_bulk and self._outbox:
+                self._writers.begin(self.peer, trio.current_time())
             while self._outbox:
                 queued = heapq.heappop(self._outbox)
                 await self._write_one(queued)
                 if isinstance(queued.message, Goodbye):
                     return self._said_goodbye.set()
+            if is_bulk:
+                self._writers.pause(self.peer)
             self._work = trio.Event()
             await self._work.wait()
 
@@ -250,6 +264,7 @@ class Link:
         if deadline.cancelled_caught:
             raise PeerUnreachable(self.peer, f"took no {size} bytes in time")
         self._traffic.sent(queued.message, size)
+        self._writers.wrote(self.peer, size, trio.current_time())
 
     async def _read(self) -> None:
         begun: float | None = None
@@ -275,10 +290,12 @@ class Link:
         payload = self.connection.awaited_payload
         if len(payload) >= LARGE_PAYLOAD_BYTES:
             count = await self._stream.receive_into(payload)
+            self._writers.received(count)
             if count:
                 return self.connection.receive_filled(count)
         else:
             data = await self._stream.receive_some(RECEIVE_BYTES)
+            self._writers.received(len(data))
             if data:
                 return self.connection.receive_data(data)
         self.connection.receive_end()

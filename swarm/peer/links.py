@@ -17,6 +17,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import TABLE, Channel, Message, Reply, Request
 from protocol.records import PeerRecord, RunId
 from protocol.signing import PeerId
+from swarm.core.estimation import Writers
 from swarm.errors import NobodyListens, PeerError, PeerUnreachable
 from swarm.peer.link import MAX_QUEUED_MESSAGES, Link, Receiver, TrafficCount
 from swarm.ports import Buffer, ByteStream, Transport
@@ -33,6 +34,7 @@ class Links:
         self, *, transport: Transport, me: PeerId, run: RunId, boot: int, receiver: Receiver
     ) -> None:
         self.traffic = TrafficCount()
+        self.writers = Writers()
         self.me = me
         self._transport = transport
         self._run = run
@@ -40,7 +42,13 @@ class Links:
         self._receiver = receiver
         self._addresses: dict[PeerId, tuple[str, ...]] = {}
         self._records: dict[PeerId, tuple[int, int]] = {}
+        self.directory: Callable[[PeerId], PeerRecord | None] = lambda peer: None
+        """Tells what the plans at hand say of where a peer is."""
         self._open: dict[tuple[PeerId, Channel], list[Link]] = {}
+        self.changes = 0
+        """Grows with every peer that is met, or lost."""
+        self._count: dict[PeerId, int] = {}
+        """How many links there are to each peer that has one."""
         self._dialling: dict[tuple[PeerId, Channel], list[tuple[Message, Sequence[Buffer]]]] = {}
         self._request_ids = itertools.count(1)
         self._max_payload_bytes = SMALLEST_PAYLOAD_CAP_BYTES
@@ -60,6 +68,7 @@ class Links:
     def know(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Note where a peer can be reached."""
         self._addresses[peer] = tuple(addresses)
+        self.changes += 1
 
     def know_record(self, record: PeerRecord) -> None:
         """Note what a peer has signed about where it is, if it is the newest of the kind."""
@@ -70,7 +79,14 @@ class Links:
 
     def address_of(self, peer: PeerId) -> str:
         """Return the first known address of a peer, or ""."""
-        return (self._addresses.get(peer) or ("",))[0]
+        return (self._addresses_of(peer) or ("",))[0]
+
+    def _addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """Return where a peer is, by the newest that it has signed."""
+        record = self.directory(peer) if peer != self.me else None
+        if record is not None:
+            self.know_record(record)
+        return self._addresses.get(peer, ())
 
     def allow_payloads(self, max_payload_bytes: int) -> None:
         """Set the cap of payloads to what the plan's tensors need."""
@@ -115,7 +131,7 @@ class Links:
 
         Raises PeerUnreachable or PeerRefused."""
         for peer in sorted(self.connected()):
-            if address in self._addresses.get(peer, ()) and self._usable((peer, "bulk")):
+            if address in self._addresses_of(peer) and self._usable((peer, "bulk")):
                 return peer
         link = await self._open_link(address, None, "bulk")
         self.know(link.peer, (address,))
@@ -146,7 +162,11 @@ class Links:
 
     def connected(self) -> frozenset[PeerId]:
         """Return the peers with which at least one link is open."""
-        return frozenset(peer for (peer, _), links in self._open.items() if links)
+        return frozenset(self._count)
+
+    def is_connected(self, peer: PeerId) -> bool:
+        """Return whether at least one link to a peer is open."""
+        return peer in self._count
 
     def _usable(self, key: tuple[PeerId, Channel]) -> Link | None:
         """Return the oldest link to the newest start of a peer that is not being closed."""
@@ -167,7 +187,7 @@ class Links:
     async def _connect(self, peer: PeerId, channel: Channel) -> Link:
         """Return a new link that is being served. Raises PeerUnreachable."""
         faults: list[PeerError] = []
-        for address in self._addresses.get(peer, ()):
+        for address in self._addresses_of(peer):
             try:
                 link = await self._open_link(address, peer, channel)
             except PeerError as fault:
@@ -204,7 +224,7 @@ class Links:
             allocate=lambda message: self._allocate(stream.peer, message),
             max_payload_bytes=self._max_payload_bytes,
         )
-        return Link(stream, connection, self._receiver, self.traffic)
+        return Link(stream, connection, self._receiver, self.traffic, self.writers)
 
     def _allocate(self, peer: PeerId, message: Message) -> memoryview:
         self._receiver.check_payload(peer, message)
@@ -222,6 +242,8 @@ class Links:
         """Let a link be used, first of all for what waits for one."""
         key = (link.peer, channel)
         self._open.setdefault(key, []).append(link)
+        self._count[link.peer] = self._count.get(link.peer, 0) + 1
+        self.changes += 1
         link.connection.max_payload_bytes = self._max_payload_bytes
         assert link.connection.remote_hello is not None
         self._receiver.opened(link.peer, link.connection.remote_hello.boot)
@@ -235,9 +257,19 @@ class Links:
         except PeerError as fault:
             reason = fault.reason
         finally:
-            self._open[link.peer, channel].remove(link)
+            self._forget(link, channel)
         log.info("link closed peer=%s channel=%s reason=%r", link.peer, channel, reason)
         self._receiver.lost(link.peer, reason)
+
+    def _forget(self, link: Link, channel: Channel) -> None:
+        links = self._open[link.peer, channel]
+        links.remove(link)
+        if not links:
+            del self._open[link.peer, channel]
+        self._count[link.peer] -= 1
+        if not self._count[link.peer]:
+            del self._count[link.peer]
+            self.changes += 1
 
     async def _serve_self(self) -> None:
         async for received in self._to_self:

@@ -13,11 +13,11 @@ import trio
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Backward, Forward, Microbatch
-from protocol.records import TensorSpec
+from protocol.records import PlanBody, TensorSpec
 from protocol.signing import PeerId
 from swarm.core.dataorder import feeder_of
 from swarm.core.ledger import DoubleCount, mask_of
-from swarm.core.routing import Inflow, Router, credit_window
+from swarm.core.routing import Inflow, Router, credit_windows
 from swarm.core.step import ReplicaState, Trouble, replicas_of
 from swarm.errors import ModelError
 from swarm.peer.replica import Replica
@@ -68,13 +68,15 @@ class Pipeline:
         self._target = shape.target
         self._output = body.stages[stage].output
         self._most_weight = max(shape.target.elements, replica.training.microbatch_size)
-        self._inflow = Inflow(credit_window(body, stage))
+        place = role.group.index(role.me.peer)
+        windows = [row[place] for row in credit_windows(body, stage)]
+        self._inflow = Inflow(dict(zip(_sources(body, stage), windows, strict=True)))
         self._router: Router | None = None
         if not role.is_last:
             self._router = Router(
                 replicas_of(body, stage + 1),
-                body.wiring[stage + 1][role.group.index(role.me.peer)],
-                credit_window(body, stage + 1),
+                body.wiring[stage + 1][place],
+                credit_windows(body, stage + 1)[place],
             )
         self._tasks: list[_Task] = []
         self._work = trio.Event()
@@ -83,6 +85,8 @@ class Pipeline:
         self._without_credit: list[tuple[Forward, Sequence[Buffer]]] = []
         self._sent_to: dict[Microbatch, PeerId] = {}
         self.samples = 0
+        self.compute_seconds = 0.0
+        """Of forward and backward of all samples so far."""
 
     @property
     def queue_length(self) -> int:
@@ -114,11 +118,7 @@ class Pipeline:
         self.check_payload(message)
         self._check_name(mb)
         stage = self._role.stage
-        sources = (
-            [feeder.member.peer for feeder in self._role.body.feeders]
-            if stage == 0
-            else replicas_of(self._role.body, stage - 1)
-        )
+        sources = _sources(self._role.body, stage)
         if sender not in sources or len(message.path) != stage + 1 or message.path[-1] != sender:
             raise RemoteProtocolError(f"mb={mb} came by {message.path} from {sender}")
         if not self._step.version <= mb.step <= self._step.version + 1:
@@ -180,7 +180,9 @@ class Pipeline:
                 self._work = trio.Event()
                 await self._work.wait()
             else:
+                before = self._executor.compute_seconds
                 await self._compute(task)
+                self.compute_seconds += self._executor.compute_seconds - before
 
     async def _compute(self, task: _Task) -> None:
         """Compute one task. What the model or the sender did wrong stops training, with a reason;
@@ -290,3 +292,10 @@ class Pipeline:
 
 def _specs(specs: Sequence[TensorSpec]) -> str:
     return "[" + ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in specs) + "]"
+
+
+def _sources(body: PlanBody, stage: int) -> Sequence[PeerId]:
+    """Who sends to a stage, in the order of the wiring."""
+    if stage == 0:
+        return [feeder.member.peer for feeder in body.feeders]
+    return replicas_of(body, stage - 1)

@@ -64,6 +64,8 @@ class Reducer:
         self._is_open = False
         """A reduction has begun, and not all sums are here."""
         self._arrived: set[tuple[type, int, int, int, PeerId]] = set()
+        self._arrived_from = 0
+        """Of which steps there may be something in it."""
         # Bounded by what may arrive: one part per shard and sender, one sum per shard.
         self._events_send, self._events = trio.open_memory_channel[
             tuple[PeerId, GatherShard | ReduceShard | None, Buffer]
@@ -149,7 +151,10 @@ class Reducer:
                 f"{sender} sends {type(message).__name__} {message.bucket}/{message.shard} of step "
                 f"{message.step} twice"
             )
-        self._arrived = {each for each in self._arrived if each[1] >= self._step.version} | {name}
+        if self._arrived_from != self._step.version:
+            self._arrived_from = self._step.version
+            self._arrived = {each for each in self._arrived if each[1] >= self._arrived_from}
+        self._arrived.add(name)
 
     # --- what is done ------------------------------------------------------------------------
 
@@ -199,7 +204,7 @@ class Reducer:
         shard = self._shards[message.bucket, message.shard]
         parts = self._parts.setdefault((step, shard.bucket, shard.number), {})
         parts[sender] = part
-        if set(parts) != set(shard.contributors):
+        if len(parts) < len(shard.contributors):  # each is of one of them, and comes once
             return
         del self._parts[step, shard.bucket, shard.number]
         total = await self._executor.reduce(
@@ -219,7 +224,7 @@ class Reducer:
 
     async def _mark(self, shard: Shard) -> None:
         self._gathered.add((shard.bucket, shard.number))
-        if self._gathered == set(self._shards):
+        if len(self._gathered) == len(self._shards):
             self._gathered.clear()
             await self._prepare()
 

@@ -1,32 +1,37 @@
-"""What members say of themselves, and the picture of the swarm that the leader tells everybody.
+"""What members say of themselves, and the picture of the swarm that the leader makes of it.
 
-Every member tells leader and council once a second what it holds and does (Heartbeat), so whoever
-leads next knows it too; the leader tells all members what the swarm looks like (LeaderBeat).
+Members tell those who listen (core/pace.py) what they hold and do (Heartbeat); the leader tells all
+members that it leads, and how far the swarm is (LeaderBeat), and whom it hears to who asks.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 
 import trio
 from msgspec.structs import replace
 
-from protocol.messages import TABLE, Heartbeat, LeaderBeat, MemberView, Ping, Pong
+from protocol.messages import TABLE, Heartbeat, LeaderBeat, MemberView, Ping, Pong, SwarmAnswer
 from protocol.packing import canonical
-from protocol.records import Member, PlanBody, clip
+from protocol.records import Estimates, Member, PlanBody, Signed, clip
 from protocol.signing import PeerId
 from swarm.core.chain import Plan
+from swarm.core.measured import is_newer
+from swarm.core.memo import by_identity
+from swarm.core.pace import Pace
 from swarm.core.step import replicas_of
 from swarm.peer.links import Links
 
-HEARTBEAT_SECONDS = 1.0
-LEADER_BEAT_SECONDS = 0.5
-RECENT_SECONDS = 15.0
+RECENT_SECONDS, RECENT_PERIODS = 15.0, 3
 """An older heartbeat says nothing about now."""
 RATE_HEARTBEATS = 10
+ROUNDS_PER_PING = 4
+"""In a large swarm, heartbeats for one round trip measured."""
 PINGS_UNDER_WAY = 16
 """A Pong of an older Ping says nothing any more."""
+MAX_MEASURED = 4096
+"""So many peers' estimates are kept, of members and of who may ask to join."""
 
 
 @dataclass
@@ -47,18 +52,30 @@ class Roster:
     """The last heartbeats of all members, and round trips to who has a link."""
 
     def __init__(self, links: Links) -> None:
+        self.pace = Pace(0)
+        """That of the newest plan."""
+        self.changes = 0
+        """Grows whenever a member says something that a plan may depend on."""
         self._links = links
         self._seen: dict[PeerId, _Seen] = {}
+        self._waiting: set[PeerId] = set()
+        self._rounds = 0
         self._ping_numbers = itertools.count(1)
         self._pings: dict[PeerId, deque[tuple[int, float]]] = {}
         """Number and time of the last Pings to a peer."""
+        self._measured: dict[PeerId, tuple[Estimates, Signed]] = {}
 
     # --- round trips --------------------------------------------------------------------
 
-    def ping_all(self) -> None:
-        """Measure the round trip to every peer with an open link."""
-        for peer in sorted(self._links.connected()):
-            self.ping(peer)
+    def ping_all(self, guides: Collection[PeerId]) -> None:
+        """Measure the round trip to every peer with an open link; in a large swarm now and then to
+        `guides` only, since links may be many."""
+        if self.pace.is_small:
+            guides = sorted(self._links.connected())
+        self._rounds += 1
+        if self.pace.is_small or self._rounds % ROUNDS_PER_PING == 1:
+            for peer in guides:
+                self.ping(peer)
 
     def ping(self, peer: PeerId) -> None:
         """Ping a peer, dialling it if need be."""
@@ -77,6 +94,20 @@ class Roster:
         sent_at = times.get(message.number)
         return trio.current_time() - sent_at if sent_at is not None else None
 
+    # --- measurements --------------------------------------------------------------------
+
+    @property
+    def estimates(self) -> Mapping[PeerId, Signed]:
+        """Return the newest signed records.Estimates of each peer that has sent some, checked."""
+        return {peer: signed for peer, (_, signed) in sorted(self._measured.items())}
+
+    def measured(self, told: Estimates, signed: Signed) -> None:
+        """Keep what a peer has measured, unless there is a newer word of it."""
+        known = self._measured.get(told.peer)
+        has_room = known is not None or len(self._measured) < MAX_MEASURED
+        if has_room and is_newer(told, known[0] if known is not None else None):
+            self._measured[told.peer] = told, signed
+
     # --- heartbeats ----------------------------------------------------------------------
 
     def heartbeat(self, member: Member) -> Heartbeat | None:
@@ -84,40 +115,70 @@ class Roster:
         seen = self._seen.get(member.peer)
         if seen is None or seen.heartbeat.boot != member.boot:
             return None
-        return seen.heartbeat if trio.current_time() - seen.at <= RECENT_SECONDS else None
+        age, recent = trio.current_time() - seen.at, RECENT_SECONDS
+        return seen.heartbeat if age <= max(recent, self._oldest_seconds) else None
+
+    @property
+    def _oldest_seconds(self) -> float:
+        return 0.0 if self.pace.is_small else RECENT_PERIODS * self.pace.heartbeat_seconds
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Return whether a member waits for others, by its last word."""
+        return bool(self._waiting)
 
     def forget_all_but(self, peers: Container[PeerId]) -> None:
         """Forget who is no member any more."""
         self._seen = {peer: seen for peer, seen in self._seen.items() if peer in peers}
+        connected = self._links.connected()  # some of them are about to ask to join
+        self._measured = {
+            peer: each
+            for peer, each in self._measured.items()
+            if peer in peers or peer in connected
+        }
+        self._waiting &= self._seen.keys()
 
     def heard(self, sender: PeerId, message: Heartbeat) -> None:
         """Note what a member says of itself."""
         now = trio.current_time()
-        seen = self._seen.setdefault(sender, _Seen(message, now))
+        seen = self._seen.get(sender)
+        if seen is None:
+            seen = self._seen[sender] = _Seen(message, now)
+            self.changes += 1
+        elif _decisive(seen.heartbeat) != _decisive(message):
+            self.changes += 1
         seen.heartbeat, seen.at = message, now
         seen.samples.append((now, message.samples))
+        if message.awaits:
+            self._waiting.add(sender)
+        else:
+            self._waiting.discard(sender)
 
     def beat(self, plan: Plan, *, term: int, waiting_for: int, trouble: str) -> LeaderBeat:
         """Return what the leader tells everybody now."""
-        now = trio.current_time()
-        views = tuple(self._view(peer, seen, now) for peer, seen in sorted(self._seen.items()))
-        losses = {
-            seen.heartbeat.version: seen.heartbeat.loss
-            for seen in self._seen.values()
-            if seen.heartbeat.loss is not None
-        }
-        beat = LeaderBeat(
+        seen = self._seen.values()
+        newest = max(
+            ((each.heartbeat.version, each.heartbeat.loss) for each in seen if _has_loss(each)),
+            default=None,
+        )
+        return LeaderBeat(
             generation=plan.header.generation,
             epoch=plan.header.epoch,
             term=term,
-            members=views,
             waiting_for=waiting_for,
-            version=max((view.version for view in views), default=0),
-            loss=losses[max(losses)] if losses else None,
+            version=max((each.heartbeat.version for each in seen), default=0),
+            loss=newest[1] if newest is not None else None,
             samples_per_second=self._samples_per_second(plan.body),
             trouble=clip(trouble),
         )
-        return _fitting(beat)
+
+    def table(self) -> tuple[MemberView, ...]:
+        """Return a line for every member that was heard, sorted by peer; as much as one message
+        holds."""
+        now = trio.current_time()
+        return _fitting(
+            tuple(self._view(peer, seen, now) for peer, seen in sorted(self._seen.items()))
+        )
 
     def _view(self, peer: PeerId, seen: _Seen, now: float) -> MemberView:
         heartbeat = seen.heartbeat
@@ -148,6 +209,7 @@ class Roster:
         return rate
 
 
+@by_identity
 def working_members(body: PlanBody) -> list[Member]:
     """Return all replicas and feeders, each once."""
     members = {member for stage in body.stages for member in stage.replicas}
@@ -155,21 +217,36 @@ def working_members(body: PlanBody) -> list[Member]:
     return sorted(members, key=lambda member: (member.peer, member.boot))
 
 
-def _fitting(beat: LeaderBeat) -> LeaderBeat:
-    """Return `beat` with as much of the members as one message holds."""
-    cap = TABLE[LeaderBeat].header_cap_bytes
-    members = beat.members
-    while len(canonical(beat)) > cap:
+def _decisive(heartbeat: Heartbeat) -> tuple[object, ...]:
+    """Return what plans depend on."""
+    return (
+        heartbeat.generation,
+        heartbeat.epoch,
+        heartbeat.active_epoch,
+        heartbeat.boot,
+        heartbeat.state,
+        heartbeat.stage,
+        heartbeat.lineage,
+        heartbeat.version,
+        heartbeat.rollback,
+        heartbeat.awaits,
+        heartbeat.trouble,
+    )
+
+
+def _has_loss(seen: _Seen) -> bool:
+    return seen.heartbeat.loss is not None
+
+
+def _fitting(members: tuple[MemberView, ...]) -> tuple[MemberView, ...]:
+    cap = TABLE[SwarmAnswer].header_cap_bytes
+    while len(canonical(SwarmAnswer(members=members))) > cap - ID_BYTES:
         if any(view.traffic for view in members):
             members = tuple(replace(view, traffic=()) for view in members)
         else:
             members = members[: len(members) // 2]
-        beat = replace(beat, members=members)
-    return beat
+    return members
 
 
-async def beat_forever(seconds: float, beat: Callable[[], None]) -> None:
-    """Call `beat` every `seconds`, until cancelled."""
-    while True:
-        beat()
-        await trio.sleep(seconds)
+ID_BYTES = 16
+"""Of a reply."""

@@ -25,9 +25,10 @@ def status_of(
     replayed: int,
     dht: dict[str, object],
 ) -> dict[str, object]:
-    """Return the state of the swarm as the leader last told it, and of this peer."""
+    """Return the state of the swarm, with the members as the leader last told them, and of this
+    peer."""
     plan, beat, training = control.plan, control.beat, control.manifest.training
-    views = {view.peer: view for view in beat.members} if beat is not None else {}
+    views = {view.peer: view for view in control.table}
     return {
         "run": control.manifest.run.hex(),
         "name": training.name,
@@ -62,7 +63,7 @@ def status_of(
         "replayed": replayed,
         "plans": [asdict(each) for each in courses],
         "feeders": [feeder.member.peer for feeder in plan.body.feeders],
-        "members": [_member(view, control.beat_age_seconds) for view in views.values()],
+        "members": [_member(view, control.table_age_seconds) for view in views.values()],
         "bytes_by_kind": _traffic([t for view in views.values() for t in view.traffic]),
         "peer": {
             "id": control.me.peer,

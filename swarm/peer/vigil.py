@@ -31,8 +31,10 @@ from swarm.core import membership
 from swarm.core.agreement import Agreement
 from swarm.core.chain import Plan
 from swarm.core.membership import Membership
+from swarm.core.pace import HEARTBEAT_SECONDS, Pace, listeners_of
 from swarm.core.planning import members_of
-from swarm.core.step import workers_of
+from swarm.core.roll import records_of, working_peers
+from swarm.core.step import step_coordinator_of, workers_of
 from swarm.errors import NobodyListens, PeerError
 from swarm.peer.leading import Leading
 from swarm.peer.links import Links
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 
 MAX_ASKED = 4
 """How many others a suspicion is checked with."""
+MAX_ATTENDED = 4
+"""Of those whom a peer waits for, so many are pinged."""
 
 
 class Vigil:
@@ -72,6 +76,8 @@ class Vigil:
         self._links = links
         self._leading = leading
         self._wake = wake
+        self._awaited: tuple[PeerId, ...] = ()
+        self._near_key: object = None
         self._lost_with: set[PeerId] = set()
         """With whom work of the active plan may have been lost."""
         self._undelivered: Counter[PeerId] = Counter()
@@ -82,16 +88,68 @@ class Vigil:
         """Return the newest certified plan."""
         return self._agreement.newest
 
+    @property
+    def pace(self) -> Pace:
+        """Return the periods of the newest plan's swarm."""
+        return self.roster.pace
+
     def guides(self) -> list[PeerId]:
-        """Return leader and council, without this peer: to whom members tell how they are."""
-        leader = self._agreement.leader
-        guides = {*self.plan.header.council, *((leader,) if leader else ())}
+        """Return to whom this peer tells how it is, without itself: who listens; a voter tells
+        leader and council."""
+        leader, council = self._agreement.leader, self.plan.header.council
+        if self._agreement.is_voter:
+            guides = {*council, *((leader,) if leader else ())}
+        else:
+            guides = set(listeners_of(leader, council, self.pace, self.members.suspects))
         return sorted(guides - {self._me.peer})
+
+    def look(self) -> None:
+        """See again whose silence means something: in a large swarm who listens hears all members,
+        and voters hear each other."""
+        leader, council = self._agreement.leader, self.plan.header.council
+        if self.pace.is_small:
+            return
+        listens = self._me.peer in listeners_of(leader, council, self.pace)
+        key = (self.plan.key, leader if self._agreement.is_voter else None, listens, self._awaited)
+        if key != self._near_key:
+            self._near_key = key
+            self.members.attend(self._near(), trio.current_time())
+
+    def _near(self) -> dict[PeerId, float] | None:
+        """Return whose silence means something, and how often each is to be heard."""
+        if self.pace.is_small:
+            return None
+        leader, council = self._agreement.leader, self.plan.header.council
+        near = dict.fromkeys(self._awaited, self.pace.attention_seconds)
+        if self._me.peer in listeners_of(leader, council, self.pace):
+            every = self.pace.heartbeat_seconds
+            near = dict.fromkeys((each.peer for each in members_of(self.plan.body)), every)
+        if self._agreement.is_voter:
+            near |= dict.fromkeys(council, HEARTBEAT_SECONDS)
+        near.pop(self._me.peer, None)
+        return near
+
+    def watch(self, now: float) -> None:
+        """There is a newer plan: watch whom it names."""
+        body = self.plan.body
+        members = members_of(body)
+        self.roster.pace = Pace(len(members))
+        self._awaited, self._near_key = (), None
+        coordinator = step_coordinator_of(body) if body.stages else ""
+        self.act(self.members.watch(members, now, coordinator, self._near()))
+
+    def attend(self, awaited: Sequence[PeerId]) -> None:
+        """Hear some of those whom this peer waits for: in a large swarm it hears them seldom."""
+        self._awaited = () if self.pace.is_small else tuple(awaited[:MAX_ATTENDED])
+        self.look()
+        for peer in self._awaited:
+            if peer != self._me.peer:
+                self.roster.ping(peer)
 
     def reaches(self, peer: PeerId) -> bool:
         """Return whether this peer has a link to another and hears it."""
         return peer == self._me.peer or (
-            peer in self._links.connected() and peer not in self.members.suspects
+            self._links.is_connected(peer) and peer not in self.members.suspects
         )
 
     def activated(self) -> None:
@@ -119,14 +177,14 @@ class Vigil:
 
     def lost(self, peer: PeerId, reason: str) -> None:
         """A link to a peer has ended: see whether it is still there."""
-        if peer in self._links.connected():
+        if self._links.is_connected(peer):
             return
         self.members.link_lost(peer, reason, trio.current_time())
         self.roster.forget_pings(peer)
         if peer in self._leading.candidates and not self.plan.body.stages:
             self._leading.drop_candidate(peer)  # it asks again if it is still there
             log.info("left peer=%s reason=%r", peer, reason)
-        elif peer in {member.peer for member in members_of(self.plan.body)}:
+        elif peer in records_of(self.plan.body):
             self.roster.ping(peer)
         self._wake()
 
@@ -158,8 +216,9 @@ class Vigil:
     def take_lost_work(self, sender: PeerId, message: LostWork) -> None:
         """Note what was lost between two workers, and see whether both are alive."""
         bodies = [plan.body for plan in (self.plan, self._agreement.active) if plan.body.stages]
-        workers = {peer for body in bodies for peer in workers_of(body)}
-        if not {sender, message.peer} <= workers:
+        if not all(
+            any(peer in working_peers(body) for body in bodies) for peer in (sender, message.peer)
+        ):
             log.info("no work is lost peer=%s with=%s", sender, message.peer)
             return
         self.see_sign()
@@ -249,3 +308,5 @@ class Vigil:
         if current and observation.run == self._run:
             now = trio.current_time()
             self.members.observed(signed.signer, observation.suspect, signed, now)
+            if signed.signer != observation.suspect.peer:
+                self.act(self.members.doubt(observation.suspect, now))

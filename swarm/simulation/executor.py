@@ -4,17 +4,21 @@ The rule: one task at a time, in the order of the calls, and a task that was cal
 unless its process dies.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import trio
+from msgspec.structs import replace
 
 from protocol.messages import Microbatch, Totals
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
 from swarm.ports import Buffer, Outcome, Turn
-from swarm.simulation.physics import BACKWARD_SECONDS, FORWARD_SECONDS, Physics, Reference
+from swarm.simulation.physics import MEMORY_BYTES, Physics
 from swarm.simulation.process import Process
+from swarm.simulation.reference import Reference
 from swarm.simulation.stage import SimStage
 
 P = ParamSpec("P")
@@ -22,6 +26,25 @@ R = TypeVar("R")
 
 QUICK_SECONDS = 0.0005
 """Of a task that only copies or adds."""
+PROFILE_SECONDS = 0.1
+PROFILE_ROUNDS = 5
+"""How often every layer is measured, where the model has costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What computes, and who is told what it has done."""
+
+    speed: float = 1.0
+    memory_bytes: int = MEMORY_BYTES
+    checked: bool = True
+    """Whether all that is computed is compared with the plain loop's."""
+    pace: Callable[[], float] = lambda: 1.0
+    """Drawn for every task of microbatches, and every profile: what it takes longer than usual."""
+    worked: Callable[[float], None] = lambda seconds: None
+    """Told of every task of a microbatch that has ended: its seconds at speed 1."""
+    committed: Callable[[int], None] = lambda step: None
+    """Told of every step that was applied or skipped."""
 
 
 class SimExecutor:
@@ -33,12 +56,28 @@ class SimExecutor:
         reference: Reference,
         process: Process,
         violate: Callable[[str, str], None],
-        speed: float = 1.0,
+        machine: Machine = Machine(),
     ) -> None:
-        """`violate(rule, text)` is called for what must not be; `speed` divides the cost."""
-        self._stage = SimStage(physics, reference, process.name, violate, speed)
+        """`violate(rule, text)` is called for what must not be."""
+        profile_seconds = PROFILE_SECONDS
+        if physics.costs is not None:
+            every = range(physics.layers)
+            passes = physics.forward_seconds(0, len(every)) + physics.backward_seconds(
+                0, len(every)
+            )
+            profile_seconds = max(PROFILE_SECONDS, PROFILE_ROUNDS * passes)
+        self._profile_seconds = profile_seconds
+        self._stage = SimStage(
+            physics,
+            reference,
+            process.name,
+            violate,
+            machine.speed,
+            memory_bytes=machine.memory_bytes,
+            checked=machine.checked,
+        )
         self._process = process
-        self._speed = speed
+        self._machine = machine
         self._turn = trio.Event()
         self._turn.set()
         self._began: float | None = None
@@ -85,7 +124,17 @@ class SimExecutor:
 
     async def profile(self) -> Profile:
         """Return the profile of a peer of this speed."""
-        return await self._task(0.1, self._stage.profile)
+        made = await self._task(self._profile_seconds, self._stage.profile)
+        pace = self._machine.pace
+        layers = [
+            replace(
+                layer,
+                forward_seconds=layer.forward_seconds * pace(),
+                backward_seconds=layer.backward_seconds * pace(),
+            )
+            for layer in made.layers
+        ]
+        return dataclasses.replace(made, layers=tuple(layers))
 
     async def build(self, stages: Sequence[tuple[int, int]], stage: int) -> bytes:
         """Hold the layers of a stage at version 0."""
@@ -129,22 +178,19 @@ class SimExecutor:
 
     async def forward(self, mb: Microbatch, inputs: Buffer, keep: bool = True) -> Outcome:
         """Run the layers."""
-        return await self._task(
-            FORWARD_SECONDS * self._stage.layer_count, self._stage.forward, mb, inputs, keep
-        )
+        seconds = self._stage.forward_seconds
+        made = await self._paced(seconds, self._stage.forward, mb, inputs, keep)
+        self._machine.worked(seconds)
+        return made
 
     async def backward(
         self, mb: Microbatch, gradient: Buffer, weight: int, accumulate: bool = True
     ) -> Outcome:
         """Differentiate, accumulate, enter the index into the ledger."""
-        return await self._task(
-            BACKWARD_SECONDS * self._stage.layer_count,
-            self._stage.backward,
-            mb,
-            gradient,
-            weight,
-            accumulate,
-        )
+        seconds = self._stage.backward_seconds
+        made = await self._paced(seconds, self._stage.backward, mb, gradient, weight, accumulate)
+        self._machine.worked(seconds)
+        return made
 
     async def turn(
         self,
@@ -155,15 +201,10 @@ class SimExecutor:
         accumulate: bool = True,
     ) -> Turn:
         """Forward, loss and backward of the last stage."""
-        return await self._task(
-            (FORWARD_SECONDS + BACKWARD_SECONDS) * self._stage.layer_count,
-            self._stage.turn,
-            mb,
-            inputs,
-            targets,
-            weight,
-            accumulate,
-        )
+        seconds = self._stage.forward_seconds + self._stage.backward_seconds
+        made = await self._paced(seconds, self._stage.turn, mb, inputs, targets, weight, accumulate)
+        self._machine.worked(seconds)
+        return made
 
     async def flag(self, mb: Microbatch, layer: str, weight: int, accumulate: bool = True) -> None:
         """Enter a non-finite microbatch."""
@@ -195,13 +236,22 @@ class SimExecutor:
 
     async def commit(self, step: int, totals: Totals) -> None:
         """Apply or skip the step, and compare with the plain loop."""
-        await self._task(QUICK_SECONDS, self._stage.commit, step, totals)
+        seconds = QUICK_SECONDS + self._stage.update_seconds
+        await self._task(seconds, self._stage.commit, step, totals)
+        if totals.verdict != "halt":
+            self._machine.committed(step)
 
     async def aclose(self) -> None:
         """Wait for the running task."""
         await self._task(0.0, lambda: None)
 
     # --- inside ---
+
+    async def _paced(
+        self, seconds: float, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call `method` as a task that takes as long as this machine needs for it now."""
+        return await self._task(seconds * self._machine.pace(), method, *args, **kwargs)
 
     async def _task(
         self, seconds: float, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs
@@ -216,12 +266,12 @@ class SimExecutor:
                 await before.wait()
                 if not self._process.dead:
                     self._began = trio.current_time()
-                    await trio.sleep(seconds / self._speed)
+                    await trio.sleep(seconds / self._machine.speed)
                     if self._hung is not None:
                         await self._hung.wait()
             if not self._process.reach(f"before {method.__name__}"):
                 await trio.sleep_forever()
-            self._compute_seconds += seconds / self._speed
+            self._compute_seconds += seconds / self._machine.speed
             result = method(*args, **kwargs)
             if not self._process.reach(f"after {method.__name__}"):
                 await trio.sleep_forever()

@@ -16,7 +16,7 @@ from protocol.records import PeerRecord
 from protocol.signing import PeerId
 from swarm.errors import HomeError
 from swarm.ports import Buffer, HeldVersion
-from swarm.simulation.physics import SAMPLES, Physics
+from swarm.simulation.physics import SAMPLES, Physics, hollow
 from swarm.simulation.process import Process
 
 WRITE_SECONDS = 0.01
@@ -260,4 +260,5 @@ class SimSource:
         """Return inputs, targets and weight."""
         await trio.lowlevel.checkpoint()
         inputs, targets, weight = self._physics.sample(sample_ids)
-        return memoryview(inputs), memoryview(targets), weight
+        shape = self._physics.shape
+        return hollow(inputs, shape.input.nbytes), hollow(targets, shape.target.nbytes), weight

@@ -22,7 +22,8 @@ from protocol.records import (
     sha256,
 )
 from protocol.signing import PeerId, verify
-from swarm.core.chain import HARD_STATE, HardState, genesis
+from swarm.core.chain import HARD_STATE, HardState, genesis, hash_of_body
+from swarm.peer.keeping import PLACES
 from swarm.simulation.process import Process
 
 Violate = Callable[[str, str], None]
@@ -40,8 +41,8 @@ class Invariants:
         root = genesis(manifest)
         self._headers: dict[bytes, PlanHeader] = {root.header.hash: root.header}
         self._by_key: dict[Key, bytes] = {_key(root.header): root.header.hash}
-        self.bodies: dict[bytes, PlanBody] = {}
-        """By the hash of the header."""
+        self._bodies: dict[bytes, PlanBody] = {}
+        """By their hashes."""
         self._proofs: set[tuple[bytes, bytes]] = set()
         self._newest: dict[int, PlanHeader] = {}
         self._active: dict[int, Key] = {}
@@ -51,10 +52,13 @@ class Invariants:
     def newest(self, number: int) -> tuple[PlanHeader, PlanBody | None] | None:
         """Return the newest certified plan that a peer has on its disk; None for the genesis."""
         header = self._newest.get(number)
-        return (header, self.bodies.get(header.hash)) if header is not None else None
+        return (header, self._bodies.get(header.body_hash)) if header is not None else None
 
     def saved(self, process: Process, name: str, data: bytes) -> None:
         """A peer has made something durable."""
+        if name in PLACES:
+            digest, body = hash_of_body(data), decode_record(data, PlanBody)
+            self._bodies[digest] = body
         if name != HARD_STATE:
             return
         state = decode_record(data, HardState)
@@ -78,9 +82,7 @@ class Invariants:
         assert proof.certificate is not None
         name = (sha256(proof.header), sha256(proof.certificate.ballot))
         if proof.body:
-            header_hash = name[0]
-            if header_hash not in self.bodies:
-                self.bodies[header_hash] = decode_record(proof.body, PlanBody)
+            self._bodies[hash_of_body(proof.body)] = decode_record(proof.body, PlanBody)
         if name in self._proofs:
             return
         self._proofs.add(name)

@@ -1,23 +1,24 @@
 """A modelled network: streams with latency, bandwidth, cuts and resets (`ports.Transport`).
 
 Bytes of one stream arrive in order, as TCP's do. A reader waits for the arrival of what is on
-its way, so nothing runs between a send and its delivery; only rare events (an answer of the
-other side's kernel, a timeout) have a task of their own. Identity is the simulation's word:
+its way, so nothing runs between a send and its delivery; what happens outside of all processes is
+called by the clock. Identity is the simulation's word:
 there is no TLS. The rule: chance comes from the network's own generator.
 """
 
-import heapq
-import itertools
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import trio
 
 from protocol.signing import PeerId
 from swarm.errors import AddressError, NobodyListens, PeerRefused, PeerUnreachable
 from swarm.ports import ByteStream
+from swarm.simulation.carriage import Carriage, Pipe
+from swarm.simulation.clock import timeline
 from swarm.simulation.process import Process
 from swarm.simulation.streams import Half, Path, SimStream, Tap
 
@@ -37,50 +38,66 @@ class Weather:
     bytes_per_second: float = 12_500_000.0
 
 
+class Country(Protocol):
+    """What lies between hosts, where that is not the same everywhere."""
+
+    jitter_seconds: float
+
+    def latency_seconds(self, source: int, target: int) -> float:
+        """Return how long a byte is on its way."""
+        ...
+
+    def bytes_per_second(self, source: int, target: int) -> float:
+        """Return what the way itself carries; infinite if only its ends limit it."""
+        ...
+
+    def uplink(self, host: int) -> float:
+        """Return what a host sends to all others together, in bytes per second."""
+        ...
+
+    def downlink(self, host: int) -> float:
+        """Return what a host receives from all others together, in bytes per second."""
+        ...
+
+    def wire_bytes(self, number: int, size: int) -> float:
+        """Return as how many bytes `size` bytes of tensors count in a frame of this type."""
+        ...
+
+
 @dataclass
 class _Listener:
     process: Process
     streams: trio.MemorySendChannel[SimStream]
 
 
-@dataclass(order=True)
-class _Timer:
-    at: float
-    number: int
-    call: Callable[[], None] = field(compare=False)
-
-
 class SimNetwork:
     """All hosts and what lies between them. Hosts are numbers; address "sim-N:PORT"."""
 
-    def __init__(self, seed: str, tap: Tap, weather: Weather | None = None) -> None:
+    def __init__(
+        self,
+        seed: str,
+        tap: Tap,
+        weather: Weather | None = None,
+        country: Country | None = None,
+    ) -> None:
+        """A `country` says how paths differ, and that large transfers share what they use."""
         self.rng = random.Random(f"{seed}/network")
+        self.carriage = Carriage(self.after) if country is not None else None
+        self.sent_bytes: dict[int, float] = {}
+        self._country = country
+        self._uplinks: dict[int, Pipe] = {}
+        self._downlinks: dict[int, Pipe] = {}
         self._tap = tap
         self._weather = weather or Weather()
         self._paths: dict[tuple[int, int], Path] = {}
         self._listeners: dict[str, _Listener] = {}
         self._unplugged: dict[int, Process] = {}
-        self._streams: list[SimStream] = []
-        self._timers: list[_Timer] = []
-        self._numbers = itertools.count()
-        self._sooner = trio.Event()
-
-    async def run(self) -> None:
-        """Let rare events happen in time, until cancelled."""
-        while True:
-            self._sooner = trio.Event()
-            at = self._timers[0].at if self._timers else float("inf")
-            with trio.move_on_at(at):
-                await self._sooner.wait()
-            while self._timers and self._timers[0].at <= trio.current_time():
-                heapq.heappop(self._timers).call()
+        self._on_way: dict[tuple[int, int], dict[SimStream, None]] = {}
+        self._of_process: dict[Process, dict[SimStream, None]] = {}
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call something later."""
-        timer = _Timer(trio.current_time() + seconds, next(self._numbers), call)
-        heapq.heappush(self._timers, timer)
-        if self._timers[0] is timer:
-            self._sooner.set()
+        timeline().call_at(trio.current_time() + seconds, call)
 
     # --- faults ------------------------------------------------------------------------
 
@@ -90,19 +107,55 @@ class SimNetwork:
         if key not in self._paths:
             weather = self._weather
             own = source == target
-            self._paths[key] = Path(
-                *key,
-                0.0001 if own else weather.latency_seconds,
-                0.0 if own else weather.jitter_seconds,
-                weather.bytes_per_second,
-            )
+            if self._country is not None and not own and target >= 0:
+                self._paths[key] = self._path_through(self._country, source, target)
+            else:
+                self._paths[key] = Path(
+                    *key,
+                    0.0001 if own else weather.latency_seconds,
+                    0.0 if own else weather.jitter_seconds,
+                    weather.bytes_per_second,
+                )
         return self._paths[key]
+
+    def _path_through(self, country: Country, source: int, target: int) -> Path:
+        up = self._uplinks.setdefault(source, Pipe(country.uplink(source)))
+        down = self._downlinks.setdefault(target, Pipe(country.downlink(target)))
+        own = Pipe(country.bytes_per_second(source, target))
+        return Path(
+            source,
+            target,
+            country.latency_seconds(source, target),
+            country.jitter_seconds,
+            min(up.bytes_per_second, down.bytes_per_second, own.bytes_per_second),
+            pipes=(up, down, own),
+        )
+
+    def survey(self) -> None:
+        """The country has changed: take its figures anew. What is on its way arrives as before."""
+        if self._country is None or self.carriage is None:
+            return
+        for host, pipe in self._uplinks.items():
+            pipe.bytes_per_second = self._country.uplink(host)
+        for host, pipe in self._downlinks.items():
+            pipe.bytes_per_second = self._country.downlink(host)
+        for (source, target), path in self._paths.items():
+            if path.pipes:
+                path.pipes[2].bytes_per_second = self._country.bytes_per_second(source, target)
+                path.latency_seconds = self._country.latency_seconds(source, target)
+                path.bytes_per_second = min(pipe.bytes_per_second for pipe in path.pipes)
+                self.carriage.touch(path.pipes)
+
+    def wire_bytes(self, number: int, size: int) -> float:
+        """Return as how many bytes `size` bytes of tensors count in a frame of this type."""
+        return self._country.wire_bytes(number, size) if self._country is not None else size
 
     def cut(self, source: int, target: int) -> None:
         """Let nothing through in this direction until `heal`."""
         path = self.path(source, target)
         if path.cut_at is None:
             path.cut_at = at = trio.current_time()
+            self._touch(path)
             self.after(KEEPALIVE_SECONDS, lambda: self._time_out(path, at))
 
     def heal(self, source: int, target: int) -> None:
@@ -118,6 +171,7 @@ class SimNetwork:
             if was_long and self.rng.random() < 0.5:
                 stream.out.forgotten = True
         path.cut_at = None
+        self._touch(path)
         path.healed.set()
         path.healed = trio.Event()
 
@@ -200,19 +254,25 @@ class SimNetwork:
         mine = SimStream(self, self._tap, process, listener.process.peer, out, into)
         theirs = SimStream(self, self._tap, listener.process, process.peer, into, out)
         mine.other, theirs.other = theirs, mine
-        self._streams += [mine, theirs]
+        for stream in (mine, theirs):
+            self._on_way.setdefault(_ends(stream), {})[stream] = None
+            self._of_process.setdefault(stream.process, {})[stream] = None
         listener.streams.send_nowait(theirs)
         return mine
 
     def forget_stream(self, stream: SimStream) -> None:
         """A stream has been closed on both sides."""
         for each in (stream, stream.other):
-            if each in self._streams:
-                self._streams.remove(each)
+            self._on_way.get(_ends(each), {}).pop(each, None)
+            self._of_process.get(each.process, {}).pop(each, None)
 
     def host_is_up(self, number: int) -> bool:
         """Return whether a host has power."""
         return number not in self._unplugged
+
+    def _touch(self, path: Path) -> None:
+        if self.carriage is not None:
+            self.carriage.touch(path.pipes)
 
     async def _cross(self, path: Path) -> None:
         while path.cut_at is not None:
@@ -220,11 +280,10 @@ class SimNetwork:
         await trio.sleep(path.latency_seconds + path.jitter_seconds * self.rng.random())
 
     def _between(self, source: int, target: int) -> list[SimStream]:
-        ends = (source, target)
-        return [s for s in self._streams if (s.out.path.source, s.out.path.target) == ends]
+        return list(self._on_way.get((source, target), ()))
 
     def _of(self, process: Process) -> list[SimStream]:
-        return [stream for stream in self._streams if stream.process is process]
+        return list(self._of_process.get(process, ()))
 
     def _forget(self, process: Process) -> None:
         for address, listener in list(self._listeners.items()):
@@ -268,6 +327,10 @@ async def _serve_one(handler: Callable[[ByteStream], Awaitable[None]], stream: S
     finally:
         if not stream.process.dead:
             stream.close()
+
+
+def _ends(stream: SimStream) -> tuple[int, int]:
+    return stream.out.path.source, stream.out.path.target
 
 
 def _host_of(address: str) -> int:

@@ -6,16 +6,19 @@ once, so that a wrong version, a lost index or a double one is reported where it
 
 import hashlib
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 from protocol.messages import Microbatch, Totals
 from swarm.core.ledger import DoubleCount, Ledger
 from swarm.core.model import Profile
-from swarm.core.reduction import Bucket, buckets
+from swarm.core.reduction import Bucket, Slot, buckets
 from swarm.ports import Buffer, Outcome, Turn
-from swarm.simulation.physics import Physics, Reference, Tensor
+from swarm.simulation.physics import HASH_BYTES, MEMORY_BYTES, Physics, Tensor, hollow
+from swarm.simulation.reference import Reference
 
 ITEM_BYTES = 8
+"""Of an element that means something."""
 
 
 class SimStage:
@@ -28,9 +31,16 @@ class SimStage:
         name: str,
         violate: Callable[[str, str], None],
         speed: float,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        checked: bool = True,
     ) -> None:
-        """`violate(rule, text)` is called for what must not be, with `name` in the text."""
+        """`violate(rule, text)` is called for what must not be, with `name` in the text.
+
+        What is not `checked` is not compared with the plain loop, which then computes nothing."""
         self._physics = physics
+        self._memory_bytes = memory_bytes
+        self._checked = checked
         self._reference = reference
         self._name = name
         self._violate = violate
@@ -39,8 +49,12 @@ class SimStage:
         self._buckets: tuple[Bucket, ...] = ()
         self._counted: tuple[Bucket, ...] = ()
         self._tensors: dict[str, Tensor] = {}
+        self._places: dict[int, list[int]] = {}
+        """By bucket: which elements mean something; sums and reduced gradients are of these."""
         self._sums: dict[int, list[int]] = {}
         self._reduced: dict[int, list[int | None]] = {}
+        self._shards: dict[int, set[tuple[int, int]]] = {}
+        """By bucket: which ranges of elements have been reduced."""
         self._before: tuple[int, dict[int, Buffer]] | None = None
         self._passes: dict[Microbatch, list[bytes]] = {}
         self.ledger = Ledger(physics.training.microbatches_per_step)
@@ -51,11 +65,26 @@ class SimStage:
         """Return how many layers are held."""
         return self._last - self._first
 
+    @property
+    def forward_seconds(self) -> float:
+        """Return seconds of a forward at speed 1."""
+        return self._physics.forward_seconds(self._first, self._last)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Return seconds of a backward at speed 1."""
+        return self._physics.backward_seconds(self._first, self._last)
+
+    @property
+    def update_seconds(self) -> float:
+        """Return seconds of the optimiser's step at speed 1."""
+        return self._physics.update_seconds(self._first, self._last)
+
     # --- what is held ---------------------------------------------------------------------
 
     def profile(self) -> Profile:
         """Return the profile of a peer of this speed."""
-        return self._physics.profile(self._speed)
+        return self._physics.profile(self._speed, self._memory_bytes)
 
     def build(self, stages: Sequence[tuple[int, int]], stage: int) -> bytes:
         """Hold the layers of a stage at version 0."""
@@ -119,24 +148,26 @@ class SimStage:
 
     def load_gradient(self, step: int, buckets: Mapping[int, Buffer]) -> None:
         """Take the reduced gradient of the step in hand."""
-        wanted = {bucket.index: bucket.elements for bucket in self._buckets}
-        given = {index: len(data) // ITEM_BYTES for index, data in buckets.items()}
+        wanted = {bucket.index: self._gradient_bytes(bucket) for bucket in self._buckets}
+        given = {index: len(data) for index, data in buckets.items()}
         if step != self.version or given != wanted:
             raise ValueError(f"gradient {given} of step {step} at {self.version}, {wanted}")
-        for index, data in buckets.items():
-            self._reduced[index] = list(_unpack(data))
+        for bucket in self._buckets:
+            places = self._places[bucket.index]
+            self._reduced[bucket.index] = list(_unpack(buckets[bucket.index], len(places)))
+            self._shards[bucket.index] = {(0, bucket.elements)}
 
     # --- microbatches ----------------------------------------------------------------------
 
     def forward(self, mb: Microbatch, inputs: Buffer, keep: bool = True) -> Outcome:
         """Run the layers."""
         self._check_microbatch(mb)
-        passed, bad = self._run(mb, bytes(inputs))
+        passed, bad = self._run(mb, self._input(inputs))
         if bad:
             return Outcome(None, bad)
         if keep:
             self._passes[mb] = passed
-        return Outcome(memoryview(passed[-1]))
+        return Outcome(self._sent_on(passed[-1], self._last))
 
     def backward(
         self, mb: Microbatch, gradient: Buffer, weight: int, accumulate: bool = True
@@ -147,7 +178,7 @@ class SimStage:
             raise ValueError(f"no forward of {mb} is waiting for its backward")
         self._refuse_double(mb, accumulate)
         passed = self._passes.pop(mb)
-        below = self._differentiate(mb, passed, bytes(gradient), accumulate)
+        below = self._differentiate(mb, passed, bytes(gradient[:HASH_BYTES]), accumulate)
         self._enter(mb, weight, accumulate)
         return Outcome(below)
 
@@ -162,11 +193,12 @@ class SimStage:
         """Forward, loss and backward of the last stage."""
         self._check_microbatch(mb)
         self._refuse_double(mb, accumulate)
-        passed, bad = self._run(mb, bytes(inputs))
+        passed, bad = self._run(mb, self._input(inputs))
         if bad:
             self._enter(mb, weight, accumulate, nonfinite=bad)
             return Turn(None, bad)
-        loss_sum, gradient = self._physics.loss(passed[-1], bytes(targets))
+        meant = bytes(targets[: self._physics.sample_bytes])
+        loss_sum, gradient = self._physics.loss(passed[-1], meant)
         below = self._differentiate(mb, passed, gradient, accumulate)
         self._enter(mb, weight, accumulate, loss_sum=loss_sum)
         return Turn(below)
@@ -182,7 +214,8 @@ class SimStage:
 
     def part(self, bucket: int, start: int, stop: int) -> Buffer:
         """Return a part of an accumulator."""
-        return _pack(self._sums[bucket][start:stop])
+        first, last = self._within(bucket, start, stop)
+        return self._packed(self._sums[bucket][first:last], start, stop)
 
     def begin_reduction(self) -> None:
         """Forget what has been reduced of the step in hand."""
@@ -190,25 +223,26 @@ class SimStage:
 
     def reduce(self, bucket: int, start: int, stop: int, parts: Sequence[Buffer | None]) -> Buffer:
         """Sum parts into the reduced gradient."""
-        given = [_unpack(part) for part in parts if part is not None]
-        if any(len(each) != stop - start for each in given):
-            raise ValueError(f"a part is not of {stop - start} elements")
-        total = [sum(values) for values in zip(*given, strict=True)] or [0] * (stop - start)
-        self._reduced[bucket][start:stop] = total
-        return _pack(total)
+        first, last = self._within(bucket, start, stop)
+        given = [
+            self._unpacked(part, start, stop, last - first) for part in parts if part is not None
+        ]
+        total = [sum(values) for values in zip(*given, strict=True)] or [0] * (last - first)
+        self._reduced[bucket][first:last] = total
+        self._shards[bucket].add((start, stop))
+        return self._packed(total, start, stop)
 
     def gather(self, bucket: int, start: int, stop: int, shard: Buffer) -> None:
         """Put an owner's sum into the reduced gradient."""
-        values = _unpack(shard)
-        if len(values) != stop - start:
-            raise ValueError(f"{len(values)} values for elements [{start}, {stop})")
-        self._reduced[bucket][start:stop] = values
+        first, last = self._within(bucket, start, stop)
+        self._reduced[bucket][first:last] = self._unpacked(shard, start, stop, last - first)
+        self._shards[bucket].add((start, stop))
 
     def square_norms(self) -> tuple[float, ...]:
         """Return the squared norms that this stage counts. Raises RuntimeError."""
         self._check_whole()
         return tuple(
-            float(sum(value * value for value in self._slot(bucket, slot.start, slot.stop)))
+            float(sum(value * value for value in self._slot(bucket, slot)))
             for bucket in self._counted
             for slot in bucket.slots
         )
@@ -227,7 +261,7 @@ class SimStage:
             self._check_sums(step)
             for bucket in self._buckets:
                 for slot in bucket.slots:
-                    total = self._slot(bucket, slot.start, slot.stop)
+                    total = self._slot(bucket, slot)
                     old = self._tensors[slot.name]
                     self._tensors[slot.name] = self._physics.update(step, old, total, totals)
         self._before = (step, self._whole_gradient()) if self._is_whole() else None
@@ -255,6 +289,14 @@ class SimStage:
         self._buckets = tuple(each for each in every if stage in each.stages)
         self._counted = tuple(each for each in self._buckets if each.stages[0] == stage)
         self._tensors = tensors
+        self._places = {
+            bucket.index: [
+                slot.start + place
+                for slot in bucket.slots
+                for place in self._physics.spread(slot.stop - slot.start)
+            ]
+            for bucket in self._buckets
+        }
         self.version = version
         self._before = None
         self._passes.clear()
@@ -264,15 +306,24 @@ class SimStage:
     def _let_go(self) -> None:
         self._first = self._last = 0
         self._buckets = self._counted = ()
+        self._places = {}
         self._tensors = {}
         self._before = None
         self._passes.clear()
         self._forget_reduced()
         self._empty()
 
+    def _input(self, inputs: Buffer) -> bytes:
+        """Return what an input means."""
+        return bytes(inputs[: HASH_BYTES if self._first else self._physics.sample_bytes])
+
+    def _sent_on(self, meaning: bytes, boundary: int) -> Buffer:
+        """Return what goes over the boundary before layer `boundary`, or its gradient."""
+        return hollow(meaning, self._physics.shape.layers[boundary - 1].output.nbytes)
+
     def _run(self, mb: Microbatch, inputs: bytes) -> tuple[list[bytes], str]:
         """Return what goes into each layer and what the last one gives, or the bad layer."""
-        passed = self._reference.passed(mb)
+        passed = self._reference.passed(mb) if self._checked else None
         if passed is not None and passed.inputs[self._first] != inputs:
             self._violate("A5", f"{self._name} mb={mb}: wrong input of layer {self._first}")
         values = [inputs]
@@ -285,20 +336,21 @@ class SimStage:
     def _differentiate(
         self, mb: Microbatch, passed: list[bytes], gradient: bytes, accumulate: bool
     ) -> Buffer | None:
-        truth = self._reference.passed(mb)
+        truth = self._reference.passed(mb) if self._checked else None
         if truth is not None and truth.gradients[self._last] != gradient:
             self._violate("A5", f"{self._name} mb={mb}: wrong gradient at {self._last}")
         places = {slot.name: (b.index, slot) for b in self._buckets for slot in b.slots}
+        where = self._places
         for layer in reversed(self._layers):
             gradient, found = self._physics.backward(
                 layer, self._tensors, passed[layer - self._first], gradient
             )
             for name, values in found if accumulate else ():
                 bucket, slot = places[name]
-                sums = self._sums[bucket]
+                sums, first = self._sums[bucket], bisect_left(where[bucket], slot.start)
                 for offset, value in enumerate(values):
-                    sums[slot.start + offset] += value
-        return memoryview(gradient) if self._first > 0 else None
+                    sums[first + offset] += value
+        return self._sent_on(gradient, self._first) if self._first > 0 else None
 
     def _check_microbatch(self, mb: Microbatch) -> None:
         if not self._layers:
@@ -323,33 +375,59 @@ class SimStage:
             self.ledger.add(mb.index, weight, loss_sum=loss_sum, nonfinite=nonfinite)
 
     def _empty(self) -> None:
-        self._sums = {bucket.index: [0] * bucket.elements for bucket in self._buckets}
+        self._sums = {bucket: [0] * len(places) for bucket, places in self._places.items()}
         self.ledger.clear()
 
     def _forget_reduced(self) -> None:
-        self._reduced = {bucket.index: [None] * bucket.elements for bucket in self._buckets}
+        self._reduced = {bucket: [None] * len(places) for bucket, places in self._places.items()}
+        self._shards = {bucket: set() for bucket in self._places}
 
     def _is_whole(self) -> bool:
-        return all(value is not None for values in self._reduced.values() for value in values)
+        return all(_cover(self._shards[each.index], each.elements) for each in self._buckets)
 
     def _check_whole(self) -> None:
         if not self._is_whole():
             raise RuntimeError(f"the reduced gradient of step {self.version} has holes")
 
-    def _slot(self, bucket: Bucket, start: int, stop: int) -> list[int]:
-        values = self._reduced[bucket.index][start:stop]
-        return [value for value in values if value is not None]
+    def _within(self, bucket: int, start: int, stop: int) -> tuple[int, int]:
+        """Return where in `_places` the elements [start, stop) of a bucket are."""
+        places = self._places[bucket]
+        return bisect_left(places, start), bisect_left(places, stop)
+
+    def _slot(self, bucket: Bucket, slot: Slot) -> list[int]:
+        first, last = self._within(bucket.index, slot.start, slot.stop)
+        return [value for value in self._reduced[bucket.index][first:last] if value is not None]
+
+    def _packed(self, values: Sequence[int | None], start: int, stop: int) -> Buffer:
+        known = [value for value in values if value is not None]
+        return hollow(_pack(known), (stop - start) * self._physics.item_bytes)
+
+    def _unpacked(self, data: Buffer, start: int, stop: int, count: int) -> Sequence[int]:
+        if len(data) != (stop - start) * self._physics.item_bytes:
+            raise ValueError(f"{len(data)} bytes for elements [{start}, {stop})")
+        return _unpack(data, count)
+
+    def _gradient_bytes(self, bucket: Bucket) -> int:
+        """Return how many bytes a whole gradient has when it is handed on."""
+        size = bucket.elements * self._physics.item_bytes
+        return len(self._physics.scaled(bytes(ITEM_BYTES * len(self._places[bucket.index])), size))
 
     def _whole_gradient(self) -> dict[int, Buffer]:
-        return {b.index: _pack(self._slot(b, 0, b.elements)) for b in self._buckets}
+        found: dict[int, Buffer] = {}
+        for bucket in self._buckets:
+            values = [value for value in self._reduced[bucket.index] if value is not None]
+            found[bucket.index] = hollow(_pack(values), self._gradient_bytes(bucket))
+        return found
 
     # --- compared with the plain loop --------------------------------------------------------
 
     def _check_sums(self, step: int) -> None:
+        if not self._checked:
+            return
         truth = self._reference.summed(step)
         for bucket in self._buckets:
             for slot in bucket.slots:
-                found = self._slot(bucket, slot.start, slot.stop)
+                found = self._slot(bucket, slot)
                 if found != truth[slot.name]:
                     why = self._explain(step, slot.name, found[0] - truth[slot.name][0])
                     self._violate("A5", f"{self._name} commits step {step}: {slot.name} {why}")
@@ -372,6 +450,8 @@ class SimStage:
         return f"is off by {difference}"
 
     def _check_weights(self, when: str) -> None:
+        if not self._checked:
+            return
         truth = self._reference.at(self.version)
         for name, tensor in self._tensors.items():
             if tensor != truth[name]:
@@ -380,9 +460,19 @@ class SimStage:
                 )
 
 
-def _pack(values: Sequence[int]) -> Buffer:
-    return memoryview(struct.pack(f"<{len(values)}q", *values))
+def _cover(ranges: set[tuple[int, int]], elements: int) -> bool:
+    """Return whether ranges [start, stop) leave none of so many elements out."""
+    end = 0
+    for start, stop in sorted(ranges):
+        if start > end:
+            return False
+        end = max(end, stop)
+    return end >= elements
 
 
-def _unpack(data: Buffer) -> Sequence[int]:
-    return struct.unpack(f"<{len(data) // ITEM_BYTES}q", data)
+def _pack(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}q", *values)
+
+
+def _unpack(data: Buffer, count: int) -> Sequence[int]:
+    return struct.unpack(f"<{count}q", data[: ITEM_BYTES * count])

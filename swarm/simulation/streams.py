@@ -15,13 +15,24 @@ import trio
 from protocol.codec import PREFIX, PREFIX_BYTES
 from protocol.messages import BY_NUMBER
 from protocol.signing import PeerId
+from swarm.core.memo import by_identity
 from swarm.errors import PeerUnreachable
+from swarm.simulation.carriage import Carriage, Pipe
+from swarm.simulation.clock import timeline
 from swarm.simulation.process import Process
 
 WINDOW_BYTES = 256 * 1024
 """A direction takes no more while so much of it has not been read."""
 CRUMB_CHANCE = 1 / 32
 """That a read gets a few bytes only, as if the rest came in another packet."""
+CARRIED_BYTES = 16 * 1024
+"""Where links have a carriage, so much or more shares them with others (carriage.py); less slips
+in between."""
+SHARED_BYTES = 64 * 1024
+"""Headers so large are those of plans, which go to everybody."""
+MEANING_BYTES = 4096
+"""Of a tensor that is carried only so many bytes are copied. The others mean nothing, and their
+memory is never touched: a simulated model may be of any size."""
 
 
 class Tap(Protocol):
@@ -38,6 +49,14 @@ class Kernel(Protocol):
     """What a stream needs of the network that it belongs to."""
 
     rng: random.Random
+    carriage: Carriage | None
+    """Carries what is large; None where every path has its own bandwidth and no more."""
+    sent_bytes: dict[int, float]
+    """By type number; as they count on the wire."""
+
+    def wire_bytes(self, number: int, size: int) -> float:
+        """Return as how many bytes `size` bytes of tensors count in a frame of this type."""
+        ...
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call something later."""
@@ -61,9 +80,21 @@ class Path:
     latency_seconds: float
     jitter_seconds: float
     bytes_per_second: float
+    """What one transfer gets alone."""
     free_at: float = 0.0
+    pipes: tuple[Pipe, ...] = ()
+    """What its transfers share with others, if the network has a carriage."""
     cut_at: float | None = None
     healed: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Bytes on their way; those of a memoryview mean something at first only."""
+
+    arrival: float
+    data: bytes | memoryview
+    carried: bool
 
 
 class Half:
@@ -79,32 +110,39 @@ class Half:
         """One side lost power: nothing arrives any more."""
         self.frames: deque[tuple[int, int, bytes]] = deque()
         """(position of the end, type number, header) of frames that were not read yet."""
-        self._chunks: deque[tuple[float, bytes]] = deque()
+        self._chunks: deque[_Chunk] = deque()
         self._end: str | None = None
         self._end_at = 0.0
         self._last_arrival = 0.0
         self._room: int | None = None
         self.read_bytes = 0
-        self.arriving = trio.Event()
         self.writable = trio.Event()
+        self._reader: trio.lowlevel.Task | None = None
+        """Who waits for bytes to arrive."""
+        self._look_at = float("inf")
+        """When the next look is due whether some have."""
 
-    def push(self, data: bytes, rng: random.Random) -> bool:
-        """Take bytes to be delivered; return whether the stream still lives."""
-        self.unread += len(data)
+    def push(self, data: bytes | memoryview, rng: random.Random, *, carried: bool = False) -> bool:
+        """Take bytes to be delivered; return whether the stream still lives.
+
+        What was carried has left its host just now, and takes no room from what follows."""
+        if not carried:
+            self.unread += len(data)
         if self.abandoned or self._end is not None:
             return True
         lives = True
         if self._room is not None:
             lives, data = len(data) <= self._room, data[: self._room]
             self._room -= len(data)
-        path, now = self.path, trio.current_time()
-        path.free_at = max(now, path.free_at) + len(data) / path.bytes_per_second
-        arrival = path.free_at + path.latency_seconds + path.jitter_seconds * rng.random()
+        path, left_at = self.path, trio.current_time()
+        if not carried:
+            left_at = path.free_at = max(left_at, path.free_at) + len(data) / path.bytes_per_second
+        arrival = left_at + path.latency_seconds + path.jitter_seconds * rng.random()
         self._last_arrival = max(self._last_arrival, arrival)
-        if data:
-            self._chunks.append((self._last_arrival, data))
+        if len(data):
+            self._chunks.append(_Chunk(self._last_arrival, data, carried))
             if len(self._chunks) == 1:
-                self.arriving.set()
+                self._look()
         return lives
 
     def end(self, reason: str) -> None:
@@ -113,30 +151,40 @@ class Half:
             path = self.path
             self._end = reason
             self._end_at = max(self._last_arrival, trio.current_time() + path.latency_seconds)
-            self.arriving.set()
+            self._look()
 
-    def take(self, max_bytes: int, rng: random.Random) -> bytes | None:
-        """Return bytes that have arrived; b"" at the end; None while there is nothing.
+    def take(self, max_bytes: int, rng: random.Random) -> bytes | memoryview | None:
+        """Return bytes that have arrived; b"" at the end; None while there is nothing. A memoryview
+        means something in its first MEANING_BYTES only.
 
         Raises ConnectionError if the end is a broken one."""
         cut_at = self.path.cut_at
         now = trio.current_time() if cut_at is None else cut_at
-        taken: list[bytes] = []
+        taken: list[bytes | memoryview] = []
         size = 0
         if max_bytes > 1 and rng.random() < CRUMB_CHANCE:
             max_bytes = rng.randint(1, min(max_bytes, 64))
-        while self._chunks and self._chunks[0][0] <= now and size < max_bytes:
-            arrival, data = self._chunks.popleft()
+        while self._chunks and self._chunks[0].arrival <= now and size < max_bytes:
+            chunk = self._chunks[0]
+            data = chunk.data
+            is_hollow = isinstance(data, memoryview)
+            if is_hollow and taken:
+                break
             if size + len(data) > max_bytes:
-                self._chunks.appendleft((arrival, data[max_bytes - size :]))
+                chunk.data = data[max_bytes - size :]
                 data = data[: max_bytes - size]
+            else:
+                self._chunks.popleft()
             taken.append(data)
             size += len(data)
+            if not chunk.carried:
+                self.unread -= len(data)
+            if is_hollow:
+                break
         if taken:
-            self.unread -= size
             self.read_bytes += size
             self.writable.set()
-            return b"".join(taken)
+            return taken[0] if len(taken) == 1 else b"".join(taken)
         if not self._chunks and self._end is not None and self._end_at <= now:
             if self._end:
                 raise ConnectionError(self._end)
@@ -145,23 +193,53 @@ class Half:
 
     async def arrival(self) -> None:
         """Wait until there may be something to take."""
-        self.arriving = trio.Event()
-        at = float("inf")
-        if self.path.cut_at is None and (self._chunks or self._end is not None):
-            at = self._chunks[0][0] if self._chunks else self._end_at
-        with trio.move_on_at(at):
-            await self.arriving.wait()
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._reader = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self._reader = trio.lowlevel.current_task()
+        self._look()
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def wake(self) -> None:
+        """Let whoever waits look again."""
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            trio.lowlevel.reschedule(reader)
+
+    def _look(self) -> None:
+        """Wake the reader when there is something to take, which may be later."""
+        arrived = self._chunks or self._end is not None
+        if self._reader is None or self.path.cut_at is not None or not arrived:
+            return
+        at = self._chunks[0].arrival if self._chunks else self._end_at
+        if at < self._look_at:
+            self._look_at = at
+            timeline().call_at(at, self._look_now)
+
+    def _look_now(self) -> None:
+        if trio.current_time() < self._look_at:
+            return  # what it was for has been put off
+        self._look_at = float("inf")
+        arrived = self._chunks or self._end is not None
+        if self._reader is None or self.path.cut_at is not None or not arrived:
+            return
+        at = self._chunks[0].arrival if self._chunks else self._end_at
+        if at <= trio.current_time():
+            self.wake()
+        else:
+            self._look()
 
     def heal(self, floor: float, cut_at: float) -> None:
         """What was on its way during a cut arrives at `floor` at the earliest."""
-        self._chunks = deque(
-            (arrival if arrival <= cut_at else max(arrival, floor), data)
-            for arrival, data in self._chunks
-        )
+        for chunk in self._chunks:
+            if chunk.arrival > cut_at:
+                chunk.arrival = max(chunk.arrival, floor)
         if self._chunks:
-            self._last_arrival = max(self._last_arrival, self._chunks[-1][0])
+            self._last_arrival = max(self._last_arrival, self._chunks[-1].arrival)
         self._end_at = max(self._end_at, self._last_arrival, floor)
-        self.arriving.set()
+        self.wake()
 
     def break_after(self, size: int) -> None:
         """Carry only so many bytes more."""
@@ -170,7 +248,7 @@ class Half:
     def lose_some(self, rng: random.Random) -> None:
         """A random part of what has not arrived yet never will."""
         now = trio.current_time()
-        coming = sum(arrival > now for arrival, _ in self._chunks)
+        coming = sum(chunk.arrival > now for chunk in self._chunks)
         for _ in range(rng.randint(0, coming)):
             self._chunks.pop()
 
@@ -205,8 +283,10 @@ class SimStream:
         return self._peer
 
     async def send_all(self, data: bytes | memoryview) -> None:
-        """Send all bytes, as the window allows. Raises PeerUnreachable."""
-        await trio.lowlevel.checkpoint()
+        """Send all bytes, as the window allows; what it has room for takes no time.
+
+        Raises PeerUnreachable."""
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
         begun = self._frames.feed(data)
         for number, header, end in begun:
@@ -214,7 +294,19 @@ class SimStream:
             self._check()
             self.out.frames.append((end, number, header))
             self._tap.frame(True, self.process, self._peer, number, header)
-        rest = bytes(data)
+        number, tensor_bytes = self._frames.last
+        size = self._kernel.wire_bytes(number, tensor_bytes) + len(data) - tensor_bytes
+        sent = self._kernel.sent_bytes
+        sent[number] = sent.get(number, 0) + size
+        carriage = self._kernel.carriage
+        if carriage is not None and size >= CARRIED_BYTES:
+            await self._carry(carriage, data, size)
+        else:
+            await self._send_as_room_is(bytes(data))
+        for number, _, _ in begun:
+            self.process.reach(f"after send {_name(number)}")
+
+    async def _send_as_room_is(self, rest: bytes) -> None:
         while rest:
             room = WINDOW_BYTES - self.out.unread
             if room <= 0:
@@ -224,11 +316,39 @@ class SimStream:
                 continue
             self._push(rest[:room])
             rest = rest[room:]
-        for number, _, _ in begun:
-            self.process.reach(f"after send {_name(number)}")
+
+    async def _carry(self, carriage: Carriage, data: bytes | memoryview, size: float) -> None:
+        """Wait until all bytes have left this host, sharing its links with others."""
+        path, gone = self.out.path, trio.Event()
+
+        def done() -> None:
+            gone.set()
+            self.out.writable.set()
+
+        transfer = carriage.start(path.pipes, size, done, lambda: path.cut_at is None)
+        try:
+            while not gone.is_set():
+                self.out.writable = trio.Event()
+                await self.out.writable.wait()
+                self._check()
+        finally:
+            carriage.stop(transfer)
+        self._push(data, carried=True)
 
     async def receive_some(self, max_bytes: int) -> bytes:
         """Return 1 to `max_bytes` bytes, or b"" at the end. Raises PeerUnreachable."""
+        return bytes(await self._receive(max_bytes))
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        """Fill `buffer` with at least one byte; return how many, 0 at the end."""
+        data = await self._receive(len(buffer))
+        size = len(data)
+        if isinstance(data, memoryview):
+            data = data[:MEANING_BYTES]
+        buffer[: len(data)] = data
+        return size
+
+    async def _receive(self, max_bytes: int) -> bytes | memoryview:
         waited = False
         while True:
             self._check()
@@ -249,12 +369,6 @@ class SimStream:
             self._tap.frame(False, self.process, self._peer, number, header)
             self.process.reach(f"after receive {_name(number)}")
         return data
-
-    async def receive_into(self, buffer: memoryview) -> int:
-        """Fill `buffer` with at least one byte; return how many, 0 at the end."""
-        data = await self.receive_some(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
     async def aclose(self) -> None:
         """Close at once."""
@@ -299,10 +413,10 @@ class SimStream:
 
     _write_fault = ""
 
-    def _push(self, data: bytes) -> None:
+    def _push(self, data: bytes | memoryview, *, carried: bool = False) -> None:
         if self._write_fault:
             raise PeerUnreachable(self._peer, self._write_fault)
-        lives = self.out.push(data, self._kernel.rng)
+        lives = self.out.push(data, self._kernel.rng, carried=carried)
         is_stale = self.out.abandoned and self._kernel.host_is_up(self.out.path.target)
         round_trip = self.out.path.latency_seconds + self.into.path.latency_seconds
         if not lives or self.out.forgotten:
@@ -322,13 +436,19 @@ class SimStream:
             raise PeerUnreachable(self._peer, self._fault)
 
     def _wake(self) -> None:
-        self.into.arriving.set()
+        self.into.wake()
         self.out.writable.set()
 
 
 def _name(number: int) -> str:
     kind = BY_NUMBER.get(number)
     return kind.__name__ if kind is not None else f"type {number}"
+
+
+@by_identity
+def _header_of(frame: bytes | memoryview) -> bytes:
+    """Return the header of a frame that has nothing else: once, if the same one goes to many."""
+    return bytes(frame[PREFIX_BYTES:])
 
 
 class _Frames:
@@ -338,18 +458,38 @@ class _Frames:
         self._head = b""
         self._skip = 0
         self._position = 0
+        self.last = (0, 0)
+        """Type of the frame to which the last byte of what was fed last belongs, and how many of
+        the bytes fed last are its tensors'."""
 
     def feed(self, data: bytes | memoryview) -> list[tuple[int, bytes, int]]:
         """Return (type number, header, position of its last byte) of frames whose header ends
         in `data`."""
+        if not self._skip and not self._head and len(data) >= PREFIX_BYTES:
+            number, header_bytes, payload_bytes = PREFIX.unpack_from(data)
+            head = PREFIX_BYTES + header_bytes
+            if head <= len(data) <= head + payload_bytes:  # one frame, as it is mostly
+                self._position += len(data)
+                self._skip = head + payload_bytes - len(data)
+                self.last = (number, len(data) - head)
+                is_shared = head == len(data) >= SHARED_BYTES and isinstance(data, bytes)
+                header = _header_of(data) if is_shared else bytes(data[PREFIX_BYTES:head])
+                return [(number, header, self._position + self._skip)]
+        if self._skip >= len(data) > 0:
+            self._skip -= len(data)
+            self._position += len(data)
+            self.last = (self.last[0], len(data))
+            return []
         found = []
         rest = bytes(data)
+        tensor_bytes = 0
         while rest:
             if self._skip:
                 used = min(self._skip, len(rest))
                 self._skip -= used
                 self._position += used
                 rest = rest[used:]
+                tensor_bytes = used
                 continue
             wanted = PREFIX_BYTES
             if len(self._head) >= PREFIX_BYTES:
@@ -364,4 +504,7 @@ class _Frames:
                     header = self._head[PREFIX_BYTES:]
                     found.append((number, header, self._position + payload_bytes))
                     self._head, self._skip = b"", payload_bytes
+                    tensor_bytes = 0
+                    self.last = (number, 0)
+        self.last = (self.last[0], tensor_bytes)
         return found

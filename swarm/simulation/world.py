@@ -9,22 +9,24 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import trio
-from trio.testing import MockClock
 
 from protocol import signing
 from protocol.messages import TABLE, LeaderBeat
 from protocol.packing import canonical, unpack
-from protocol.records import Manifest, PlanBody, PlanHeader, Training, decode_record, sha256
+from protocol.records import Manifest, PlanBody, PlanHeader, Training, sha256
 from protocol.signing import Identity, PeerId
 from swarm.core.agreement import Agreement
-from swarm.core.chain import HARD_STATE, HardState
+from swarm.core.chain import HARD_STATE, HardState, hash_of_body
 from swarm.daemon import Daemon, Outside, Settings
 from swarm.errors import RecoveryError, SwarmError
+from swarm.peer import donor, state
+from swarm.peer.keeping import load_state
 from swarm.ports import Dht
-from swarm.simulation.executor import SimExecutor
+from swarm.simulation.clock import virtual_clock
+from swarm.simulation.executor import Machine, SimExecutor
 from swarm.simulation.fakes import (
     Board,
     SimCheckpoints,
@@ -34,9 +36,11 @@ from swarm.simulation.fakes import (
     SimStorage,
 )
 from swarm.simulation.invariants import Invariants
-from swarm.simulation.network import SimNetwork, SimTransport, Weather
-from swarm.simulation.physics import Physics, Reference
+from swarm.simulation.network import Country, SimNetwork, SimTransport, Weather
+from swarm.simulation.physics import STATE_CHUNK_BYTES, Physics
 from swarm.simulation.process import Process, running, seeded_scheduler
+from swarm.simulation.reference import Reference
+from swarm.simulation.sharing import shared_work
 from swarm.simulation.trace import SimulationFailure, Trace
 
 PORT = 1000
@@ -45,6 +49,34 @@ RESTART_SECONDS = 1.0
 FOUNDER = 0
 BOOT = "boot"
 NUMBER_OF_BEATS = TABLE[LeaderBeat].number
+
+
+Rule = Literal["ours", "none", "swarm", "petals"]
+"""By which rule peers change their stages: ours, or one to compare with."""
+
+
+class Watcher(Protocol):
+    """Who keeps account of what the daemons do."""
+
+    def started(self, number: int) -> None:
+        """A peer's daemon begins."""
+        ...
+
+    def ended(self, number: int) -> None:
+        """A peer's daemon has ended, however that was."""
+        ...
+
+    def worked(self, number: int, seconds: float) -> None:
+        """A peer has computed a task of a microbatch: its seconds at speed 1."""
+        ...
+
+    def committed(self, number: int, step: int) -> None:
+        """A peer has applied a step."""
+        ...
+
+    def saved(self, number: int) -> None:
+        """Something has become durable, perhaps a plan."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +93,14 @@ class Options:
     """How fast each peer computes; 1 where there is none."""
     without_data: tuple[int, ...] = ()
     """Peers that have no data to feed."""
+    country: Country | None = None
+    """How the ways between hosts differ; None: they do not, and nobody shares any."""
+    machines: Callable[[int], Machine] | None = None
+    """What each peer computes with, instead of `speeds`."""
+    rule: Rule = "ours"
+    watcher: Watcher | None = None
+    checked: bool = True
+    """Whether all that is computed is compared with a plain loop's, and the end with its end."""
     whole_trace: bool = False
     replay: str = ""
     """The command that runs the same again, for who reads of a failure."""
@@ -128,9 +168,11 @@ class World:
         with (
             seeded_scheduler(f"{self.seed}/scheduler", lambda who: self.violate("livelock", who)),
             _remembered_signatures(),
+            shared_work(),
+            _scaled_states(self.physics),
             self.trace.logging(),
         ):
-            trio.run(self._main, scenario, clock=MockClock(autojump_threshold=0))
+            trio.run(self._main, scenario, clock=virtual_clock())
         if self._failure:
             raise SimulationFailure(
                 self._rule, self._failure, self.options.replay, self.trace.lines()
@@ -138,11 +180,10 @@ class World:
         return Outcome(self._ending, self.newest_epoch(), self.trace.lines())
 
     async def _main(self, scenario: Callable[["World"], Awaitable[None]]) -> None:
-        self.network = SimNetwork(self.seed, self, self.options.weather)
+        self.network = SimNetwork(self.seed, self, self.options.weather, self.options.country)
         self.board = Board()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self.network.run)
             await scenario(self)
             self._end()
         self._ending = trio.current_time()
@@ -183,6 +224,8 @@ class World:
         peer.process = process
         peer.leaving = False
         self.note(f"start {process.name}")
+        if self.options.watcher is not None:
+            self.options.watcher.started(number)
         self._nursery.start_soon(self._live, peer, process)
         return process
 
@@ -321,13 +364,17 @@ class World:
             self.invariants.beat(process, unpack(header, LeaderBeat))
 
     def _saved(self, process: Process, name: str, data: bytes) -> None:
-        self.trace.add(process.name, f"   saved {name} {sha256(data).hex()[:8]}")
+        self.trace.add(process.name, f"   saved {name} {hash_of_body(data).hex()[:8]}")
         self.invariants.saved(process, name, data)
+        if self.options.watcher is not None:
+            self.options.watcher.saved(process.number)
         self.changed.set()
         self.changed = trio.Event()
 
     def _written(self, process: Process, version: int, weights: Mapping[int, bytes]) -> None:
         self.trace.add(process.name, f"   wrote version {version} layers {sorted(weights)}")
+        if not self.options.checked:
+            return
         tensors = self.reference.at(version)
         for layer, data in weights.items():
             if data != self.physics.exported(layer, tensors):
@@ -338,6 +385,8 @@ class World:
         body = newest[1] if newest is not None else None
         if body is None or not body.ended or body.completed is None:
             return False
+        if not self.options.checked:
+            return True
         wanted = self.reference.layer_hashes(self.physics.training.steps)
         if body.completed.layer_hashes != wanted:
             self.violate("P1", f"p{number}: the run ended with other weights than the plain loop's")
@@ -368,6 +417,8 @@ class World:
             if not process.dead:
                 self._exited(peer, process)
             process.ended.set()
+            if self.options.watcher is not None:
+                self.options.watcher.ended(peer.number)
 
     def _exited(self, peer: Peer, process: Process) -> None:
         self.trace.add(process.name, "   exit")
@@ -394,10 +445,10 @@ class World:
 
     def _daemon(self, peer: Peer, process: Process) -> Daemon:
         options = self.options
-        speeds = options.speeds
-        speed = speeds[peer.number] if peer.number < len(speeds) else 1.0
         peer.storage = SimStorage(peer.disk, process, self._saved)
-        peer.executor = SimExecutor(self.physics, self.reference, process, self.violate, speed)
+        peer.executor = SimExecutor(
+            self.physics, self.reference, process, self.violate, self._machine(peer.number)
+        )
         draws = random.Random(f"{self.seed}/{process.name}/draws")
         has_data = peer.number not in options.without_data
         outside = Outside(
@@ -423,8 +474,16 @@ class World:
             ),
         )
 
+    def _machine(self, number: int) -> Machine:
+        options = self.options
+        if options.machines is not None:
+            return options.machines(number)
+        speed = options.speeds[number] if number < len(options.speeds) else 1.0
+        return Machine(speed, checked=options.checked)
+
     def _agreement(self, peer: Peer, draws: random.Random) -> Agreement:
-        state = decode_record(peer.disk.names[HARD_STATE], HardState)
+        assert peer.storage is not None
+        state = load_state(peer.storage) or HardState()
         return Agreement(self.manifest, peer.identity, state, draw=draws.random)
 
     def _addresses(self, number: int) -> tuple[str, ...]:
@@ -449,6 +508,21 @@ class World:
 def _ways(left: Sequence[int], right: Sequence[int], both: bool) -> list[tuple[int, int]]:
     there = [(a, b) for a in left for b in right if a != b]
     return there + [(b, a) for a, b in there] if both else there
+
+
+@contextmanager
+def _scaled_states(physics: Physics) -> Iterator[None]:
+    """Where the model has costs, ask for states in pieces that stand for the usual ones."""
+    asking: tuple[Any, ...] = (donor, state)
+    before = [module.CHUNK_BYTES for module in asking]
+    if physics.costs is not None:
+        for module in asking:
+            module.CHUNK_BYTES = STATE_CHUNK_BYTES
+    try:
+        yield
+    finally:
+        for module, size in zip(asking, before, strict=True):
+            module.CHUNK_BYTES = size
 
 
 @contextmanager

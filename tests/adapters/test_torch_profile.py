@@ -64,6 +64,19 @@ def test_the_shape_of_the_model() -> None:
     assert profile.memory_bytes > 2**28
 
 
+def test_what_is_kept_of_a_microbatch() -> None:
+    """By hand: a block of the GPT saves several activations of the size of its input, and none of
+    its weights; with recomputation every layer keeps its input alone."""
+    whole = TorchStage(execution(GPT, recompute=False)).profile()
+    lean = TorchStage(execution(GPT, recompute=True)).profile()
+    tokens, hidden = 8 * 2 * 8, 4 * 2 * 8 * 16
+    assert [layer.activation_bytes for layer in lean.layers] == [tokens, hidden, hidden, hidden]
+    for layer in whole.layers[1:3]:
+        # Two norms, queries, keys and values, attention's output, four times as wide inside.
+        assert 8 * hidden <= layer.activation_bytes <= 24 * hidden
+    assert tokens <= whole.layers[0].activation_bytes <= tokens + 2 * hidden
+
+
 def test_building_finds_the_same_shape_as_profiling() -> None:
     profiled, built = TorchStage(PICTURES), TorchStage(PICTURES)
     root = built.build([(0, 2), (2, 5)], 1)

@@ -53,8 +53,7 @@ def plain_problem(
 
 def with_links(problem: Problem, bandwidth: Sequence[Sequence[float]]) -> Problem:
     """The same with these bandwidths."""
-    links = replace(problem.links, bandwidth=tuple(map(tuple, bandwidth)))
-    return replace(problem, links=links)
+    return replace(problem, links=Links(bandwidth, problem.links.latency_seconds))
 
 
 def random_problem(

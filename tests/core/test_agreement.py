@@ -22,7 +22,12 @@ from protocol.messages import (
 )
 from protocol.packing import canonical, unpack
 from protocol.records import BALLOT_PURPOSE, Ballot, CertifiedPlan, decode_record
-from swarm.core.agreement import ELECTION_SECONDS, Agreement
+from swarm.core.agreement import (
+    DISTRUST_SECONDS,
+    ELECTION_SECONDS,
+    SOON_FRACTION,
+    Agreement,
+)
 from swarm.core.ballots import sign_verdict
 from swarm.core.chain import HardState, genesis
 from swarm.core.effects import Send
@@ -349,6 +354,46 @@ def test_a_leader_refuses_its_own_bad_draft() -> None:
     illegal = leader.lead(draft("DEF"), 0.0, good)
     assert "3 come and 3 go" in of(illegal, Refused)[0].reason
     assert leader.may_lead
+
+
+def refuse(leader: Agreement, voter: Agreement, numbers: Sequence[int]) -> None:
+    """Have the leader draft plans of these numbers, and the voter refuse each."""
+    for number in numbers:
+        [question] = sent(leader.lead(draft("ABC", number), 0.0, good), Review, voter._me)
+        voter.handle(leader._me, question, 0.0, lambda *plan: "too slow")
+
+
+def test_who_has_refused_three_drafts_of_a_leader_wants_another_one() -> None:
+    leader, voter, other = peer("A"), peer("B"), peer("C")
+    elected(leader, voter)
+    refuse(leader, voter, (1, 2, 2, 1))
+    assert voter.leader == A  # two drafts, told twice each
+    refuse(leader, voter, (3,))
+    assert voter.leader is None
+    assert voter.deadline <= SOON_FRACTION * (ELECTION_SECONDS[1] - ELECTION_SECONDS[0])
+    generation, epoch = voter.newest.key
+    assert voter.heard_leader(A, generation, epoch, voter.term, 0.1) == []
+    assert voter.leader is None
+    # It asks for votes itself, grants another's question and none of the old leader's.
+    assert sent(voter.expire(voter.deadline), PreVote)
+    for asker, granted in ((leader, False), (other, True)):
+        [answer] = sent(
+            voter.handle(asker._me, say(PreVote, voter, term=voter.term + 1), 1.0, good),
+            PreVoteAnswer,
+        )
+        assert answer.granted is granted
+    assert voter.handle(A, say(RequestVote, voter, term=voter.term + 1), 1.0, good)[1:] == []
+
+
+def test_distrust_ends_after_a_while_and_binds_no_vote_on_a_plan() -> None:
+    leader, voter = peer("A"), peer("B")
+    elected(leader, voter)
+    refuse(leader, voter, (1, 2, 3))
+    accepted = voter.handle(A, proposal_to(voter, term=voter.term), 1.0, good)
+    assert sent(accepted, Accepted)  # what a majority finds good is decided by whoever leads
+    generation, epoch = voter.newest.key
+    voter.heard_leader(A, generation, epoch, voter.term, DISTRUST_SECONDS + 0.1)
+    assert voter.leader == A
 
 
 # --- accepting --------------------------------------------------------------------------------

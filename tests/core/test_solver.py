@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from swarm.core.bounds import bound_of
 from swarm.core.cost import predict
 from swarm.core.exact import optimum
-from swarm.core.problem import Holding, Layer, Problem, Terms, check_assignment
+from swarm.core.greedy import greedy_answer
+from swarm.core.problem import Holding, Layer, Links, Problem, Terms, check_assignment
 from swarm.core.solver import Budget, Solution, solve
 from swarm.core.starts import best_cuts
 from swarm.errors import NoFeasiblePlan
@@ -89,6 +90,17 @@ def test_the_manifests_cuts_are_honoured() -> None:
     assert found.assignment.ranges == ((0, 1), (1, 3), (3, 4))
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_manifests_number_of_stages_is_honoured(stages: int) -> None:
+    problem = plain_problem([1, 2, 3], terms=Terms(10, stages=stages))
+    found = solve(problem)
+    assert len(found.assignment.ranges) == stages
+    assert len(greedy_answer(problem)[0].ranges) == stages
+    best = optimum(problem)
+    assert len(best.start[0]) == stages
+    assert found.prediction.step_seconds == pytest.approx(best.step_seconds)
+
+
 def test_limits_of_replicas_are_kept_and_told() -> None:
     found = solve(plain_problem([1, 1, 1], layers=1, terms=Terms(10, max_replicas=2)))
     assert len(found.assignment.groups[0]) == 2
@@ -122,6 +134,7 @@ def test_a_small_memory_among_large_ones_gets_a_small_stage() -> None:
         ({"data": False}, "no peer has the data", ""),
         ({"min_replicas": 4}, "3 peers are too few for 1 stages of at least 4", ""),
         ({"cuts": (1, 2, 3)}, "3 peers are too few for 4 stages", ""),
+        ({"stages": 4}, "3 peers are too few for 4 stages", ""),
     ],
 )
 def test_nothing_fits_is_said_with_figures(
@@ -139,11 +152,12 @@ def _hopeless(
     data: bool = True,
     min_replicas: int = 1,
     cuts: tuple[int, ...] = (),
+    stages: int = 0,
 ) -> Problem:
-    terms = Terms(10, min_replicas=min_replicas, cuts=cuts)
+    terms = Terms(10, min_replicas=min_replicas, cuts=cuts, stages=stages)
     problem = plain_problem([1, 1, 1], terms=terms)
     peers = tuple(replace(peer, memory_bytes=memory, has_data=data) for peer in problem.peers)
-    links = replace(problem.links, bandwidth=((bandwidth,) * 3,) * 3)
+    links = Links(((bandwidth,) * 3,) * 3, problem.links.latency_seconds)
     return replace(problem, peers=peers, links=links)
 
 
@@ -158,6 +172,28 @@ def test_states_are_moved_only_where_it_pays_within_the_horizon() -> None:
     later = solve(replace(problem, horizon_seconds=1e6))
     assert later.prediction.step_seconds < soon.prediction.kept_seconds
     assert not later.assignment.standby
+
+
+def test_the_search_on_grids_finds_what_single_steps_do_not() -> None:
+    problem = random_problem(4, least_peers=30, most_peers=30, most_layers=16)
+    terms = replace(problem.terms, max_stages=6, microbatches_per_step=128)
+    problem = replace(problem, terms=terms)
+    budget = Budget(programs=30, neighbours=60, descents=1, kicks=0, candidates=1600, rounds=2)
+    found = solve(problem, budget=budget).prediction.step_seconds
+    without = solve(problem, budget=replace(budget, candidates=0)).prediction.step_seconds
+    assert found < 0.95 * without
+
+
+@pytest.mark.parametrize("peers", [20, 60])
+def test_a_larger_swarm_gets_a_solution_too(peers: int) -> None:
+    problem = random_problem(8, least_peers=peers, most_peers=peers)
+    budget = Budget(programs=4, neighbours=10, descents=1, kicks=0, candidates=300, rounds=1)
+    found = solve(problem, budget=budget)
+    check_assignment(problem, found.assignment)
+    assert found.prediction.step_seconds <= greedy_answer(problem)[1].step_seconds * (1 + 1e-9)
+    assert all(each.reason for each in found.assignment.standby)
+    again = solve(problem, budget=budget)
+    assert again.assignment == found.assignment
 
 
 def test_cuts_follow_the_speeds_of_groups() -> None:

@@ -97,6 +97,27 @@ def test_a_link_through_which_nothing_gets_is_not_wired() -> None:
     assert Bounds(problem).seconds_per_microbatch(cut_off.ranges, cut_off.groups) == np.inf
 
 
+def test_of_many_edges_those_that_are_left_can_use_everybody() -> None:
+    """45,000 edges are more than MOST_EDGES; on a free network only compute limits."""
+    speeds = np.random.default_rng(0).uniform(0.5, 2, 300).tolist()
+    problem = plain_problem(speeds, layers=2)
+    assignment = assignment_of(problem, [1], [range(150), range(150, 300)], feeders=range(150))
+    flow = best_flow(problem, assignment, path_weight=0)
+    slowest = min(sum(speeds[:150]), sum(speeds[150:]))
+    assert microbatch_seconds(problem, assignment, flow) == pytest.approx(3 / slowest, rel=1e-6)
+    for before, after in itertools.pairwise(flow.unit):
+        np.testing.assert_allclose(before.sum(axis=0), after.sum(axis=1), atol=1e-12)
+
+
+def test_who_gets_little_over_its_links_is_sent_little_without_a_solver() -> None:
+    problem = plain_problem([1, 1, 1], layers=2, bandwidth=1e9)
+    problem = with_links(problem, [[0, 1e9, 1e-3], [1e9, 0, 1e9], [1e9, 1e9, 0]])
+    assignment = assignment_of(problem, [1], [[0], [1, 2]], feeders=[0])
+    flow = proportional_flow(problem, assignment)
+    # 10 bytes to peer 2 take 10,000 s; what it gets keeps that link as busy as peer 1
+    assert flow.wiring[1][0, 1] == pytest.approx(3 / 10_003)
+
+
 def test_one_who_is_too_slow_for_one_microbatch_gets_none() -> None:
     problem = plain_problem([1, 0.001], layers=1, terms=Terms(4))
     flow = best_flow(problem, assignment_of(problem, [], [[0, 1]]))

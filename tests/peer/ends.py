@@ -22,8 +22,9 @@ from swarm.peer.links import Links
 from swarm.ports import Buffer
 from swarm.simulation.executor import SimExecutor
 from swarm.simulation.fakes import SimCheckpoints, SimDisk
-from swarm.simulation.physics import Physics, Reference
+from swarm.simulation.physics import Physics
 from swarm.simulation.process import Process
+from swarm.simulation.reference import Reference
 
 RUN = b"r" * 32
 KEY = b"k" * 32

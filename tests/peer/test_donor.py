@@ -16,7 +16,8 @@ from swarm.peer.donor import KEEP_SECONDS, MAX_GRADIENTS, MAX_STATES, Donor
 from swarm.ports import Buffer
 from swarm.simulation.executor import SimExecutor
 from swarm.simulation.fakes import SimCheckpoints, SimDisk
-from swarm.simulation.physics import Physics, Reference, integer_training
+from swarm.simulation.physics import Physics, integer_training
+from swarm.simulation.reference import Reference
 from tests.peer.ends import HASH, RANGES, STAGE, gradient_of, totals_of
 from tests.simulation.sim import process
 

@@ -12,7 +12,8 @@ from protocol.signing import Identity
 from swarm.core.holding import Holding
 from swarm.peer.state import Fetched, NobodyHas, fetch, fetch_into
 from swarm.ports import Buffer
-from swarm.simulation.physics import Physics, Reference, integer_training
+from swarm.simulation.physics import Physics, integer_training
+from swarm.simulation.reference import Reference
 from tests.peer.ends import HASH, RANGES, STAGE, Giver, gradient_of, totals_of, with_givers
 
 PHYSICS = Physics(integer_training(steps=6, microbatches=2), layers=3)

@@ -11,7 +11,8 @@ from swarm.core.holding import Holding
 from swarm.peer.writer import RETRY_SECONDS, Writer, Written
 from swarm.simulation.executor import SimExecutor
 from swarm.simulation.fakes import SimCheckpoints, SimDisk
-from swarm.simulation.physics import Physics, Reference, integer_training
+from swarm.simulation.physics import Physics, integer_training
+from swarm.simulation.reference import Reference
 from tests.peer.ends import HASH, RANGES, STAGE, gradient_of, totals_of
 from tests.simulation.sim import process, run
 

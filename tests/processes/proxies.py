@@ -25,6 +25,30 @@ from tests.processes.places import Place, ways_between
 Address = tuple[str, int]
 
 
+PIECE_BYTES = 8 * 1024
+QUEUE_SECONDS = 0.05
+
+
+class Shape:
+    """Rate and delay of one way, of all its connections together."""
+
+    def __init__(self, bytes_per_second: float, delay_seconds: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._delay_seconds = delay_seconds
+        self._free_at = 0.0
+
+    @property
+    def pieces(self) -> int:
+        """Return how many pieces may be on their way."""
+        seconds = self._delay_seconds + QUEUE_SECONDS
+        return max(2, round(seconds * self._bytes_per_second / PIECE_BYTES))
+
+    def arrival(self, size: int, now: float) -> float:
+        """Send `size` bytes; return when the last of them arrives."""
+        self._free_at = max(self._free_at, now) + size / self._bytes_per_second
+        return self._free_at + self._delay_seconds
+
+
 class Proxies:
     """A network of proxies, one for each daemon, in a thread of their own; `with` ends it."""
 
@@ -32,6 +56,7 @@ class Proxies:
         self._pids: dict[str, int] = {}
         self._daemons: dict[str, Address] = {}
         self._cut: frozenset[tuple[str, str]] = frozenset()
+        self._shapes: dict[tuple[str, str], Shape] = {}
         self._changed = trio.Event()
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._live, name="proxies")
@@ -63,6 +88,11 @@ class Proxies:
     def heal(self) -> None:
         """End all cuts."""
         self._change(frozenset())
+
+    def shape(self, one: str, other: str, bytes_per_second: float, delay_seconds: float) -> None:
+        """Let what `one` sends to `other` have this rate, all connections together, and this way;
+        for connections that are made from now on."""
+        self._shapes[(one, other)] = Shape(bytes_per_second, delay_seconds)
 
     def _change(self, cut: frozenset[tuple[str, str]]) -> None:
         def change() -> None:
@@ -122,6 +152,10 @@ class Proxies:
         scope: trio.CancelScope,
     ) -> None:
         """Carry bytes, and the end of them; a broken connection breaks the other."""
+        shape = self._shapes.get(way)
+        if shape is not None:
+            await self._carry_shaped(source, target, way, shape, scope)
+            return
         try:
             async for data in source:
                 await self._passage(*way)
@@ -129,6 +163,39 @@ class Proxies:
             await self._passage(*way)
             await target.send_eof()
         except trio.BrokenResourceError:
+            await self._passage(*way)
+            scope.cancel()
+
+    async def _carry_shaped(
+        self,
+        source: trio.SocketStream,
+        target: trio.SocketStream,
+        way: tuple[str, str],
+        shape: "Shape",
+        scope: trio.CancelScope,
+    ) -> None:
+        """Carry bytes at a rate and with a delay. What is on its way is bounded by rate and delay
+        and `QUEUE_SECONDS`, as it is by a router's queue."""
+        send, receive = trio.open_memory_channel[tuple[float, bytes]](shape.pieces)
+
+        async def deliver() -> None:
+            async for at, data in receive:
+                await trio.sleep_until(at)
+                await self._passage(*way)
+                await target.send_all(data)
+            await self._passage(*way)
+            await target.send_eof()
+
+        async def take() -> None:
+            async with send:
+                while data := await source.receive_some(PIECE_BYTES):
+                    await send.send((shape.arrival(len(data), trio.current_time()), data))
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(deliver)
+                nursery.start_soon(take)
+        except* trio.BrokenResourceError:
             await self._passage(*way)
             scope.cancel()
 

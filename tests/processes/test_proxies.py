@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.processes.places import Loopback
-from tests.processes.proxies import Proxies, owner_of
+from tests.processes.proxies import PIECE_BYTES, Proxies, Shape, owner_of
 
 QUIET_SECONDS = 0.3
 LOST_SECONDS = 10.0
@@ -166,3 +166,12 @@ def test_the_owner_of_a_connection_is_found() -> None:
 def test_the_plain_network_says_that_it_cannot_cut() -> None:
     with pytest.raises(NotImplementedError):
         Loopback().cut(["a"], ["b"])
+
+
+def test_a_shape_bounds_the_rate_of_all_connections_and_delays_each_piece() -> None:
+    """1 MB/s and 0.1 s: of two pieces of 0.5 MB the second leaves when the first is through."""
+    shape = Shape(1e6, 0.1)
+    assert shape.arrival(500_000, 10.0) == pytest.approx(10.6)
+    assert shape.arrival(500_000, 10.2) == pytest.approx(11.1)
+    assert shape.arrival(100, 20.0) == pytest.approx(20.1001)
+    assert shape.pieces == round(0.15e6 / PIECE_BYTES)

@@ -10,6 +10,7 @@ import pytest
 from protocol.codec import PREFIX_BYTES, encode
 from protocol.errors import RemoteProtocolError
 from protocol.messages import (
+    MAX_CHUNKS,
     MAX_FLAGS,
     MAX_KINDS,
     TABLE,
@@ -31,6 +32,7 @@ from protocol.messages import (
     LedgerReport,
     Listing,
     LostWork,
+    Measured,
     MemberView,
     Message,
     Microbatch,
@@ -42,6 +44,8 @@ from protocol.messages import (
     Prepared,
     PreVote,
     PreVoteAnswer,
+    Probe,
+    ProbeAnswer,
     Report,
     RequestVote,
     Resume,
@@ -50,6 +54,7 @@ from protocol.messages import (
     StartReduction,
     StateChunk,
     Suspect,
+    SwarmAnswer,
     Totals,
     Traffic,
     VerdictAnswer,
@@ -57,10 +62,13 @@ from protocol.messages import (
 from protocol.packing import canonical, unpack
 from protocol.records import (
     MAX_LETTER_BYTES,
+    MAX_LINKS,
     Ballot,
     Consent,
+    Estimates,
     Generation,
     Letter,
+    LinkEstimate,
     Member,
     Observation,
     Signed,
@@ -87,6 +95,19 @@ SETTLEMENT = Settlement(
     b"h" * 32, EVERYTHING, (PEER,) * 8, (PEER,) * 8, Account(LARGEST, (), 1.5), (PEER,) * 8
 )
 """Of a stage of eight replicas."""
+ESTIMATES = Estimates(
+    run=b"r" * 32,
+    peer=PEER,
+    boot=LARGEST,
+    sequence=LARGEST,
+    slowdown=1.5,
+    slowdown_spread=0.5,
+    uplink=1e15,
+    uplink_spread=0.5,
+    downlink=1e15,
+    downlink_spread=0.5,
+    links=(LinkEstimate(PEER, 1e15, 1e9, 1e3),) * MAX_LINKS,
+)
 
 
 def signed(record: msgspec.Struct) -> Signed:
@@ -170,6 +191,16 @@ FULLEST = [
     Full(Suspect(observation=signed(Observation(b"r" * 32, GENERATION, LARGEST, MEMBER, TEXT)))),
     Full(LostWork(generation=GENERATION, epoch=LARGEST, peer=PEER)),
     Full(Leave(boot=LARGEST)),
+    Full(Measured(estimates=signed(ESTIMATES)), "a link to as many peers as are named"),
+    Full(
+        Probe(
+            number=LARGEST,
+            chunk=MAX_CHUNKS - 1,
+            chunks=MAX_CHUNKS,
+            tensors=(TensorSpec("uint8", (64 * 1024,)),),
+        )
+    ),
+    Full(ProbeAnswer(number=LARGEST, arrivals=(1e9 / 3,) * MAX_CHUNKS)),
     Full(
         Forwarded(
             target=PEER,
@@ -249,15 +280,14 @@ FULLEST = [
             generation=GENERATION,
             epoch=LARGEST,
             term=LARGEST,
-            members=(VIEW,) * 300,
             waiting_for=0,
             version=LARGEST,
             loss=1.5,
             samples_per_second=1.5,
             trouble="x" * 4096,
-        ),
-        "three hundred members",
+        )
     ),
+    Full(SwarmAnswer(id=LARGEST, members=(VIEW,) * 300), "three hundred members"),
 ]
 
 
@@ -303,10 +333,55 @@ def test_there_is_room_for_the_traffic_of_every_type() -> None:
 def test_a_heartbeat_holds_nothing_that_the_leader_could_not_pass_on(
     name: str, value: object
 ) -> None:
-    """What members say of themselves goes into one LeaderBeat to everybody."""
+    """What members say of themselves goes into one SwarmAnswer to who asks."""
     assert unpack(canonical(HEARTBEAT), Heartbeat) == HEARTBEAT
     with pytest.raises(RemoteProtocolError, match=name):
         unpack(canonical(msgspec.structs.replace(HEARTBEAT, **{name: value})), Heartbeat)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("boot", 0),
+        ("sequence", 0),
+        ("slowdown", 0.0),
+        ("slowdown", math.nan),
+        ("slowdown", 1e7),
+        ("slowdown_spread", -0.1),
+        ("uplink", -1.0),
+        ("uplink", math.inf),
+        ("uplink_spread", math.nan),
+        ("downlink", math.nan),
+        ("downlink_spread", math.inf),
+        ("links", (LinkEstimate(PEER, 1.0, 1.0, 1.0),) * (MAX_LINKS + 1)),
+        ("links", (LinkEstimate("x" * 65, 1.0, 1.0, 1.0),)),
+        ("links", (LinkEstimate(PEER, math.inf, 1.0, 1.0),)),
+        ("links", (LinkEstimate(PEER, 1.0, -1.0, 1.0),)),
+        ("links", (LinkEstimate(PEER, 1.0, math.nan, 1.0),)),
+        ("links", (LinkEstimate(PEER, 1.0, 1.0, 1e4),)),
+    ],
+)
+def test_estimates_are_numbers_that_a_plan_can_be_made_of(name: str, value: object) -> None:
+    assert unpack(canonical(ESTIMATES), Estimates) == ESTIMATES
+    with pytest.raises(RemoteProtocolError, match=name):
+        unpack(canonical(msgspec.structs.replace(ESTIMATES, **{name: value})), Estimates)
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (Probe(number=0), "number"),
+        (Probe(number=1, chunk=MAX_CHUNKS), "chunk"),
+        (Probe(number=1, chunks=MAX_CHUNKS + 1), "chunks"),
+        (Probe(number=1, tensors=(TensorSpec("uint8", (1,)),) * 2), "tensors"),
+        (ProbeAnswer(number=1, arrivals=(0.0,) * (MAX_CHUNKS + 1)), "arrivals"),
+        (ProbeAnswer(number=1, arrivals=(math.nan,)), "arrivals"),
+        (ProbeAnswer(number=1, arrivals=(-1.0,)), "arrivals"),
+    ],
+)
+def test_a_probe_is_small_and_its_answer_says_times(message: Message, name: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=name):
+        unpack(canonical(message), type(message))
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

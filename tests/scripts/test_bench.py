@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 KEYS = {
     "transport": {"link_over_trio_tls", "link_over_hivemind", "heartbeat_p99_ms"},
     "overhead": {"cpu_ratio", "stage_ms"},
+    "scale": {"control_per_peer_second", "cpu_seconds_per_hour"},
     "recovery": {"total_median_ms", "agree_median_ms", "report_median_ms"},
 }
 

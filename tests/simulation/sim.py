@@ -4,11 +4,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import trio
-from trio.testing import MockClock
 
 from protocol.records import sha256
 from protocol.signing import Identity, PeerId
 from swarm.ports import ByteStream
+from swarm.simulation.clock import virtual_clock
 from swarm.simulation.network import SimNetwork, SimTransport, Weather
 from swarm.simulation.process import Process, running, seeded_scheduler
 
@@ -56,7 +56,7 @@ class Hosts:
 def run(scenario: Callable[[], Awaitable[None]], seed: str = "test") -> None:
     """Run on a virtual clock."""
     with seeded_scheduler(seed):
-        trio.run(scenario, clock=MockClock(autojump_threshold=0))
+        trio.run(scenario, clock=virtual_clock())
 
 
 def with_hosts(
@@ -81,7 +81,6 @@ def with_hosts(
                 await transport.serve(handler, started=task_status.started)
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(network.run)
             for each in processes:
                 await nursery.start(listen, each)
             await scenario(Hosts(network, frames, processes, nursery, receive))

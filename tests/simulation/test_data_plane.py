@@ -87,8 +87,9 @@ def test_a_gradient_that_does_not_count_any_more_is_forgotten() -> None:
         if epoch.state == "filling":  # whoever is left of the other stage is not prepared either
             kept.append(_has_reduced(world, prepared))
 
-    for seed in range(1, 5):
-        World(seed, Options(physics, peers=PEERS, weather=Weather(0.05, 0.2))).run(killed)
+    for seed in range(18, 58):
+        if len(kept) < 2:
+            World(seed, Options(physics, peers=PEERS, weather=Weather(0.05, 0.2))).run(killed)
     assert len(kept) > 0
     assert not any(kept)
 

@@ -11,7 +11,8 @@ from swarm.core.ledger import DoubleCount
 from swarm.core.reduction import buckets
 from swarm.core.totals import totals_of
 from swarm.simulation.executor import SimExecutor
-from swarm.simulation.physics import SAMPLES, Physics, Reference, integer_training
+from swarm.simulation.physics import SAMPLES, Physics, integer_training
+from swarm.simulation.reference import Reference
 from tests.simulation.sim import process, run
 
 STEPS, MICROBATCHES = 3, 4

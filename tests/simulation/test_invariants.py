@@ -148,7 +148,6 @@ def test_two_leaders_of_one_term_are_noticed() -> None:
         generation=Generation(),
         epoch=1,
         term=4,
-        members=(),
         waiting_for=0,
         version=0,
         loss=None,

@@ -49,6 +49,8 @@ class Case:
     """Of so many seeds one at least notices it, where what is late has to come at a bad moment."""
     microbatches: int = 8
     """Of a step: with more of them a step lasts longer than what is late in it."""
+    without_data: tuple[int, ...] = ()
+    """Peers that others feed."""
 
     @property
     def name(self) -> str:
@@ -65,6 +67,7 @@ def live(seed: int, case: Case) -> None:
         stages=case.stages,
         weather=Weather(0.02, 0.01),
         speeds=(0.2,) * PEERS,
+        without_data=case.without_data,
     )
     world = World(f"mutants/{seed}", options)
     watch = Watch(world, frozenset())
@@ -106,12 +109,12 @@ async def slow_replica(world: World, watch: Watch) -> None:
 
 
 async def late_forward(world: World, watch: Watch) -> None:
-    """What a replica sends down the pipeline takes two seconds for a moment, and two of those below
+    """What a replica sends down the pipeline takes a second for a moment, and two of those below
     lose their link: what is under way is fed again by the next plan before it arrives."""
 
     def strike(number: int) -> None:
         below = stage_of(world, body_of(world, number), 1)
-        set_latency(world, number, 2.0, below)
+        set_latency(world, number, 1.0, below)
         world.network.after(0.5, lambda: set_latency(world, number, 0.02, below))
         world.reset(below[0], below[1], 0)
 
@@ -240,10 +243,17 @@ def _forward(feeder: Feeder, read: _Read) -> Forward:
 # --- tests ----------------------------------------------------------------------------------
 
 CASES = (
-    Case(mutants.without_fence, late_forward, "A7", chances=8, microbatches=32),
+    Case(
+        mutants.without_fence,
+        late_forward,
+        "A7",
+        chances=8,
+        microbatches=32,
+        without_data=(1, 2, 3),
+    ),
     Case(mutants.without_boots, quick_restart, "A7"),
     Case(mutants.resume_early, slow_replica, "A7"),
-    Case(mutants.count_again, undisturbed, "A5", feeds_twice, stages=1),
+    Case(mutants.count_again, undisturbed, "A5", feeds_twice, stages=1, without_data=(1, 2)),
     Case(mutants.overlap_ignored, undisturbed, "A7", feeds_two, stages=1),
     Case(mutants.prepared_ignored, half_committed, "lineage"),
 )

@@ -1,0 +1,108 @@
+"""When a full solve is worth its while, and what becomes of its answer.
+
+The rule: an answer counts only if it repays its own migrations (core/cost.py prices them), by more
+than the hysteresis; greedy moves are always at hand and wait for nobody.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol.records import PlanBody
+from protocol.signing import PeerId
+from swarm.core.aims import aims_of, step_seconds
+from swarm.core.planning import members_of
+from swarm.core.problem import Assignment, Problem
+from swarm.core.rebalance import HYSTERESIS
+
+AGAIN_SECONDS = 300.0
+"""How soon a problem whose figures alone have changed is solved again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A problem to solve, and from what a random search starts."""
+
+    problem: Problem
+    seed: int
+
+
+class Solving:
+    """What has been asked of the solver and what it has found."""
+
+    def __init__(self) -> None:
+        self._roles: tuple[object, ...] | None = None
+        self._problem: Problem | None = None
+        self._asked_at = 0.0
+        self._answered: tuple[PeerId, ...] = ()
+        self._is_busy = False
+        self.answer: Assignment | None = None
+        """What the solver found last; None if it found nothing."""
+        self.target: Mapping[PeerId, int | str] = {}
+        """What the best plan that anybody has found makes of each peer (`roles.Situation`)."""
+
+    def is_due(self, roles: tuple[object, ...], now: float) -> bool:
+        """Return whether there may be something to solve: `roles` (who is there and does what) are
+        new, or figures may have changed since."""
+        if self._is_busy:
+            return False
+        return roles != self._roles or now >= self._asked_at + AGAIN_SECONDS
+
+    def question(
+        self, problem: Problem, roles: tuple[object, ...], seed: int, now: float
+    ) -> Question | None:
+        """Return what is to be solved now, if that is a new problem; it is then under way until
+        `answered`."""
+        is_new = roles != self._roles or problem != self._problem
+        self._roles, self._problem, self._asked_at = roles, problem, now
+        self._is_busy = is_new
+        return Question(problem, seed) if is_new else None
+
+    def answered(self, problem: Problem, assignment: Assignment | None) -> None:
+        """The solver has ended, perhaps without an answer."""
+        self._is_busy = False
+        self._answered = tuple(peer.id for peer in problem.peers)
+        self.answer = assignment
+
+    def is_answered(self, peers: Sequence[PeerId]) -> bool:
+        """Return whether the solver has ended with a problem of these very peers."""
+        return self._answered == tuple(peers)
+
+    def propose(self, problem: Problem, body: PlanBody, assignment: Assignment) -> bool:
+        """Aim at an assignment of the members of `body` if it beats what the plan, or the best
+        proposal so far, leads to; return whether it does."""
+        now = aims_of(problem, body, {each: i for i, each in enumerate(members_of(body))})
+        if assignment.ranges != now.ranges or not all(now.groups) or not now.feeders:
+            return False
+        best = min(step_seconds(problem, now), self._target_seconds(problem, now))
+        if not step_seconds(problem, assignment) < best * (1 - HYSTERESIS):
+            return False
+        reasons = {each.peer: each.reason for each in assignment.standby}
+        self.target = {
+            problem.peers[peer].id: stage
+            for stage, group in enumerate(assignment.groups)
+            for peer in group
+        } | {problem.peers[peer].id: why for peer, why in reasons.items() if why}
+        return True
+
+    def _target_seconds(self, problem: Problem, now: Assignment) -> float:
+        """Return what the present target takes, if there is one and it is for these peers."""
+        groups: list[list[int]] = [[] for _ in now.groups]
+        for i, peer in enumerate(problem.peers):
+            stage = self.target.get(peer.id)
+            if isinstance(stage, int):
+                groups[stage].append(i)
+        if not all(groups):
+            return float("inf")
+        made = Assignment(now.ranges, tuple(map(tuple, groups)), now.feeders)
+        return step_seconds(problem, made)
+
+    def adopted(self, body: PlanBody) -> None:
+        """There is a newer plan: what leads to the target, or has other stages, ends it."""
+        if not self.target:
+            return
+        places = {
+            each.peer: number for number, stage in enumerate(body.stages) for each in stage.replicas
+        } | {each.member.peer: each.stage for each in body.standby if not each.reason}
+        wanted = {p: s for p, s in self.target.items() if isinstance(s, int) and p in places}
+        if all(places[peer] == stage for peer, stage in wanted.items()):
+            self.target = {}
