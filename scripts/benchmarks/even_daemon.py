@@ -1,4 +1,4 @@
-"""The daemon, but for one thing: the stages of its first plan keep their peers, whatever is measured.
+"""The daemon, but for one thing: stages keep the peers of the first plan, whatever is measured.
 
 The rule: it is the shipped daemon with another rule of placing; arguments are those of `swarm`.
 """

@@ -1,6 +1,7 @@
 """What a simulated swarm costs as it grows: messages per peer, processor seconds, plans.
 
-Daemons as they ship, on a virtual clock, in long steps of which each has a whole reduction. While
+Daemons as they ship, on a virtual clock, in long steps; in a reduction everybody of a stage sends
+to everybody, since every tensor has an element for each. While
 it is measured peers are killed and others join. The rule: what is control is told apart from what
 carries tensors; times are processor seconds of this one process.
 """
@@ -81,7 +82,7 @@ def _lived(peers: int, *, quick: bool) -> Seen:
     stages = min(LAYERS, max(2, peers // 10))
     training = integer_training(steps=1000, microbatches=2 * (peers // stages))
     options = Options(
-        physics=Physics(training, layers=LAYERS),
+        physics=Physics(training, layers=LAYERS, elements=max(3, peers // stages)),
         peers=peers,
         stages=stages,
         speeds=((QUICK_SPEED if quick else SPEED) * LAYERS / stages,) * peers,

@@ -29,16 +29,20 @@ def aimed(
     *,
     workers: Groups,
     excluded: Collection[int] = (),
+    moves: bool = True,
 ) -> Assignment:
-    """Return the roles to aim at: newcomers placed, then greedy moves if they repay themselves.
+    """Return the roles to aim at: newcomers placed, then greedy moves if they repay themselves, or
+    without `moves` the former alone.
 
     `assignment` has who aims at a stage already in its groups. `workers`: who works in each stage
     now; one of them stays there until others are ready. Whoever is `excluded` gets nothing.
     """
     placed = _placed(problem, assignment, frozenset(excluded))
+    if not moves:
+        return placed
     benched = {each.peer for each in placed.standby if each.reason}
-    moved, moves = rebalanced(problem, placed, workers=workers, excluded={*benched, *excluded})
-    if moves and step_seconds(problem, moved) < step_seconds(problem, placed) * (1 - HYSTERESIS):
+    moved, made = rebalanced(problem, placed, workers=workers, excluded={*benched, *excluded})
+    if made and step_seconds(problem, moved) < step_seconds(problem, placed) * (1 - HYSTERESIS):
         return moved
     return placed
 

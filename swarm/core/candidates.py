@@ -62,17 +62,18 @@ class Budget:
 
 
 def budget_for(problem: Problem) -> Budget:
-    """Return a budget of less than a second for ten peers, some for a hundred, and of up to a
-    minute for a thousand."""
+    """Return a budget of a few seconds for ten peers, ten for a hundred, and up to a minute for
+    more (24 layers, free cuts, a core of a server; scripts/bench growth)."""
     if len(problem.peers) <= FEWEST_PEERS:
-        return Budget(programs=400, neighbours=300, descents=5, kicks=20)
+        return Budget(programs=800, neighbours=300, descents=5, kicks=80)
     if len(problem.peers) <= FEW_PEERS:
-        return Budget(programs=200, neighbours=200, descents=5, kicks=10, rounds=1)
+        return Budget(programs=200, neighbours=150, descents=2, kicks=8, rounds=1)
     if len(problem.peers) <= SOME_PEERS:
         return Budget(programs=150, neighbours=400, descents=3, kicks=4, candidates=1600)
     if len(problem.peers) <= MOST_KEPT:
         return Budget(programs=60, neighbours=100, descents=2, kicks=0, candidates=1600, rounds=4)
-    return Budget(programs=4, neighbours=0, descents=2, kicks=0, candidates=6000, rounds=3)
+    tried = min(3_000, 2_000_000 // len(problem.peers))
+    return Budget(programs=4, neighbours=0, descents=2, kicks=0, candidates=tried, rounds=3)
 
 
 class Search:

@@ -379,7 +379,8 @@ def _check_quality(
     context: ReviewContext,
 ) -> None:
     """A planned plan leads to roles that are about as good as what greedy moves make of the plan
-    before. Members whose links keep failing are not counted on, as long as they are few."""
+    before; if nobody loses its work by it, as what placing newcomers makes: improvements may wait.
+    Members whose links keep failing are not counted on, as long as they are few."""
     before = previous.body
     same_lineage = header.lineage == previous.header.lineage and before.stages
     if header.kind != "planned" or not same_lineage or not context.judges_quality:
@@ -427,7 +428,12 @@ def _greedy(
         return problem, index, None
     failing = {index[each.member] for each in body.standby if each.reason == LINKS_FAIL}
     failing |= only_feeding(problem, assignment_of(body).groups)
-    return problem, index, aimed(problem, now, workers=workers, excluded=failing)
+    moves = any(
+        not set(group) <= set(after)
+        for group, after in zip(workers, assignment_of(body).groups, strict=True)
+    )
+    greedy = aimed(problem, now, workers=workers, excluded=failing, moves=moves)
+    return problem, index, greedy
 
 
 def is_too_poor(refusal: str) -> bool:

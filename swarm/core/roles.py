@@ -285,7 +285,8 @@ def _spare(roles: Roles, stage: int, target: int) -> Member | None:
 
 def follow_aims(roles: Roles) -> None:
     """Let everybody go where `aims.aimed` wants it, or the better plan that somebody has found:
-    newcomers and those who stand by at once, who works by leaving and standing by."""
+    newcomers and those who stand by at once, who works by leaving and standing by. Where
+    improvements have to wait, newcomers are placed and nobody moves."""
     situation = roles.situation
     problem = roles.problem
     if not problem.data_holders:
@@ -298,9 +299,15 @@ def follow_aims(roles: Roles) -> None:
             del roles.reasons[member]
     parted = [number[member] for member in members if roles.reasons.get(member) == LINKS_FAIL]
     workers = tuple(tuple(sorted(number[each] for each in group)) for group in roles.groups)
-    now = _aims(roles, number, situation.target)
+    now = _aims(roles, number, {} if situation.is_calm else situation.target)
     feeding = only_feeding(problem, workers)
-    wanted = aimed(problem, now, workers=workers, excluded={*parted, *feeding})
+    wanted = aimed(
+        problem,
+        now,
+        workers=workers,
+        excluded={*parted, *feeding},
+        moves=not situation.is_calm,
+    )
     reasons = {each.peer: each.reason for each in wanted.standby}
     stages = {peer: stage for stage, group in enumerate(wanted.groups) for peer in group}
     for member in members:

@@ -25,6 +25,8 @@ from swarm.core.starts import Start, fits, stage_counts
 from swarm.core.wiring import NO_FLOW, Flow
 from swarm.errors import NoFeasiblePlan
 
+KICKED = 3
+
 __all__ = ["Budget", "Search", "Solution", "budget_for", "check_solvable", "feeding", "solve"]
 
 
@@ -48,24 +50,37 @@ def solve(problem: Problem, *, seed: int = 0, budget: Budget | None = None) -> S
     """
     check_solvable(problem)
     search = Search(problem, budget or budget_for(problem), seed)
-    begin = search.begin()
-    best_begun = sorted(begin, key=search.plain_seconds)[: search.budget.descents + 1]
-    placed = sorted(search.placed(begin), key=search.plain_seconds)[: search.budget.descents + 1]
-    begin = sorted(dict.fromkeys([*placed, *best_begun]), key=search.price)
-    found = [search.descend(start) for start in diverse(begin, search.budget.descents)]
-    best = min(found, default=None, key=lambda each: each[0])
-    if best is None:
+    best = _descended(search)
+    if not best or not best[0][0] < INFEASIBLE:
         raise _nothing_fits(problem)
-    for _ in range(search.budget.kicks):
+    _kick(search, best)
+    start = min(best)[1]
+    employed = start if len(problem.peers) <= FEW_PEERS else search.employed(start)
+    return _solution(search, min(start, employed, key=search.price))
+
+
+def _descended(search: Search) -> list[tuple[float, Start]]:
+    """Return where descents from the best starts and the best of the search on grids end, the best
+    first, KICKED of them, with their seconds per step."""
+    most = search.budget.descents
+    begin = search.begin()
+    best_begun = sorted(begin, key=search.plain_seconds)[: most + 1]
+    placed = sorted(search.placed(begin), key=search.plain_seconds)[: most + 1]
+    begin = sorted(dict.fromkeys([*placed, *best_begun]), key=search.price)
+    few = len(search.problem.peers) <= FEW_PEERS
+    found = [search.descend(start) for start in diverse(begin, most * (1 + few))]
+    return sorted(dict.fromkeys(found))[:KICKED]
+
+
+def _kick(search: Search, best: list[tuple[float, Start]]) -> None:
+    """Kick one after the other, and keep what a descent from there improves."""
+    for number in range(search.budget.kicks):
         if search.programs >= search.budget.programs:
             break
-        value, start = search.descend(search.kicked(best[1]))
-        if value < best[0] * BETTER:
-            best = value, start
-    if not best[0] < INFEASIBLE:
-        raise _nothing_fits(problem)
-    employed = best[1] if len(problem.peers) <= FEW_PEERS else search.employed(best[1])
-    return _solution(search, min(best[1], employed, key=search.price))
+        turn = number % len(best)
+        value, start = search.descend(search.kicked(best[turn][1]))
+        if value < best[turn][0] * BETTER:
+            best[turn] = value, start
 
 
 def check_solvable(problem: Problem) -> None:

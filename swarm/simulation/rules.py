@@ -6,9 +6,9 @@
   reports T = 300 s, and 60 s in its best row.
 - `petals`: a newcomer takes the stage with the least throughput, the sum of its peers'. Each peer
   reconsiders at random times, two minutes apart at most: it takes itself out, takes the best stage,
-  lets all others do the same until nobody moves, and moves if the least throughput was below 0.75 of
-  what it is then. By the description of Petals' block selection (bigscience-workshop/petals); its
-  blocks are our stages here, since stages do not change within a run.
+  lets all others do the same until nobody moves, and moves if the least throughput was below 0.75
+  of what it is then. By the description of Petals' block selection (bigscience-workshop/petals);
+  its blocks are our stages here, since stages do not change within a run.
 
 The rule: everything else is the shipped daemon's, so that only the choice of stages differs. A
 decision stands until the next plan, however often it is asked for.

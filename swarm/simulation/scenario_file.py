@@ -78,12 +78,6 @@ def parse_scenario(text: str, source: str, folder: Path, overrides: Overrides) -
     known = (*TABLES, *LISTS)
     reader.refuse_unknown(rest, known, "", {})
     head = reader.build(top, TopTable, "")
-    if head.rule != "ours":
-        raise ConfigError(
-            f"{source}: rule = {head.rule!r} cannot be simulated yet",
-            evidence=("only `ours`, the rule of the daemons themselves, can",),
-            hint='remove it, or write rule = "ours"',
-        )
     layers, model = _model(reader, rest.get("model"))
     training = reader.build(
         reader.table(rest.get("training"), "training"), TrainingTable, "training"

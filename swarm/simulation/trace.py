@@ -26,6 +26,7 @@ from protocol.signing import PeerId
 from swarm.simulation.process import Process, running
 
 LAST_LINES = 400
+MAX_KEPT_BYTES = 64 * 1024
 MAX_TEXT_CHARS = 300
 
 
@@ -57,7 +58,13 @@ class Trace:
     def frame(
         self, sending: bool, process: Process, other: PeerId, number: int, header: bytes
     ) -> None:
-        """Note a frame that was sent or received (streams.Tap)."""
+        """Note a frame that was sent or received (streams.Tap); of a plan of many only its size."""
+        if len(header) > MAX_KEPT_BYTES:
+            kind = BY_NUMBER.get(number)
+            name = kind.__name__ if kind is not None else f"type {number}"
+            whom = self.names.get(other, other)
+            self.add(process.name, f"{'->' if sending else '<-'} {whom} {name} of {len(header)} B")
+            return
         self._entries.append((trio.current_time(), process.name, (sending, other, number, header)))
 
     def lines(self) -> list[str]:

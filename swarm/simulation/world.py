@@ -40,6 +40,7 @@ from swarm.simulation.network import Country, SimNetwork, SimTransport, Weather
 from swarm.simulation.physics import STATE_CHUNK_BYTES, Physics
 from swarm.simulation.process import Process, running, seeded_scheduler
 from swarm.simulation.reference import Reference
+from swarm.simulation.rules import rule_named
 from swarm.simulation.sharing import shared_work
 from swarm.simulation.trace import SimulationFailure, Trace
 
@@ -471,6 +472,7 @@ class World:
                 host_label=f"host-{peer.number}",
                 wait_for_peers=options.wait_for_peers or options.peers,
                 stages=options.stages,
+                place=rule_named(options.rule, f"{self.seed}/{process.name}/rule"),
             ),
         )
 

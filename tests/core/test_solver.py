@@ -17,7 +17,7 @@ from swarm.core.starts import best_cuts
 from swarm.errors import NoFeasiblePlan
 from tests.core.problems import assignment_of, plain_problem, random_problem
 
-QUICK = Budget(programs=80, neighbours=200, descents=3, kicks=6)
+QUICK = Budget(programs=80, neighbours=150, descents=3, kicks=4, candidates=150, rounds=1)
 
 
 def start_of(solution: Solution) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
@@ -26,7 +26,7 @@ def start_of(solution: Solution) -> tuple[tuple[tuple[int, int], ...], tuple[tup
 
 def test_small_problems_are_solved_near_the_optimum() -> None:
     gaps = []
-    for seed in range(30):
+    for seed in range(20):
         problem = random_problem(seed, most_peers=5, most_layers=5)
         try:
             found = solve(problem, budget=QUICK)
@@ -36,7 +36,7 @@ def test_small_problems_are_solved_near_the_optimum() -> None:
             continue
         best = optimum(problem, start_of(found)).step_seconds
         gaps.append(found.prediction.step_seconds / best - 1)
-    assert len(gaps) >= 28
+    assert len(gaps) >= 18
     assert median(gaps) == pytest.approx(0, abs=1e-9)
     assert max(gaps) < 0.05
 

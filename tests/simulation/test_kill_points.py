@@ -30,7 +30,7 @@ def test_the_sample_has_everything_that_is_done_and_every_role() -> None:
 
 
 def test_a_cell_that_no_peer_of_its_role_reaches_is_empty() -> None:
-    assert cell("before send LeaderBeat", "standby", 0) is None  # a standby does not lead
+    assert cell("before send Prepared", "standby", 0) is None  # it has no gradient
     assert cell("before send Commit", "replica", 0) is None  # the step coordinator alone does
 
 

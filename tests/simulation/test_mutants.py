@@ -109,12 +109,12 @@ async def slow_replica(world: World, watch: Watch) -> None:
 
 
 async def late_forward(world: World, watch: Watch) -> None:
-    """What a replica sends down the pipeline takes a second for a moment, and two of those below
-    lose their link: what is under way is fed again by the next plan before it arrives."""
+    """What a replica sends down the pipeline takes two seconds for a moment, and two of the stage
+    below lose their link: what is under way is fed again by the next plan before it arrives."""
 
     def strike(number: int) -> None:
         below = stage_of(world, body_of(world, number), 1)
-        set_latency(world, number, 1.0, below)
+        set_latency(world, number, 2.0, below)
         world.network.after(0.5, lambda: set_latency(world, number, 0.02, below))
         world.reset(below[0], below[1], 0)
 

@@ -60,7 +60,6 @@ def test_ways_between_regions_are_theirs_in_both_directions() -> None:
         ("count = 4", "seconds = 1\nspeed = 2", "peers[0].seconds", "either speed or seconds", ""),
         ("microbatches = 32", "", "training.microbatches is missing", "from 1 to 65536", ""),
         ("duration_seconds = 120", "", "would never end", "neither duration", "--duration 10m"),
-        ("duration_seconds = 120", 'rule = "swarm"', "cannot be simulated yet", "`ours`", ""),
         ("duration_seconds = 120", 'rule = "owrs"', "rule", "one of", "did you mean"),
         ("latency_ms = 10", "latency = 10", "unknown key `latency`", "", "`latency_ms`"),
         (
