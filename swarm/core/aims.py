@@ -64,7 +64,7 @@ def step_seconds(problem: Problem, assignment: Assignment) -> float:
 
 def _placed(problem: Problem, assignment: Assignment, excluded: frozenset[int]) -> Assignment:
     """Give whoever has no work the slowest stage that it fits into, the fastest peer first, unless
-    a step would take longer with it."""
+    a step would take longer with it. Stages with too few replicas come first, whatever it costs."""
     groups, reasons = assignment.groups, {each.peer: each.reason for each in assignment.standby}
     order = sorted(idle(problem, groups), key=lambda peer: (-problem.peers[peer].speed, peer))
     made = assignment
@@ -80,7 +80,7 @@ def _placed(problem: Problem, assignment: Assignment, excluded: frozenset[int]) 
         grown = _with(problem, made, peer, stage)
         before = proportional(problem, made).kept_seconds
         after = proportional(problem, grown).kept_seconds
-        if after <= before * WORSE:
+        if after <= before * WORSE or len(made.groups[stage]) < problem.terms.min_replicas:
             made = grown
         else:
             reasons[peer] = (
@@ -100,7 +100,11 @@ def _slowest(problem: Problem, assignment: Assignment, peer: int) -> int | None:
     ]
     return max(
         options,
-        key=lambda stage: (stage_seconds(problem, ranges[stage], groups[stage]), -stage),
+        key=lambda stage: (
+            len(groups[stage]) < problem.terms.min_replicas,
+            stage_seconds(problem, ranges[stage], groups[stage]),
+            -stage,
+        ),
         default=None,
     )
 

@@ -39,7 +39,7 @@ from swarm.core.starts import Groups, Range
 from swarm.core.wiring import stage_limits
 from swarm.errors import NoFeasiblePlan
 
-HYSTERESIS = 0.05
+HYSTERESIS = 0.1
 """A move must make the slowest stage faster by this fraction."""
 ROUNDING = 1e-12
 """Gains below this are none."""

@@ -37,6 +37,7 @@ from swarm.core.problem import (
 )
 from swarm.core.wiring import Flow
 
+SAFE_REPLICAS = 2
 SNAPSHOTS = 8
 """So many problems are remembered."""
 
@@ -123,7 +124,7 @@ def _problem(
         layers=layers,
         peers=peers,
         links=Links(network.bandwidth, network.latency),
-        terms=_terms(training, kept, stages),
+        terms=_terms(training, kept, stages, len(peers)),
         current=_current(kept, starts) if kept is not None else None,
         holdings=_holdings(kept, starts) if kept is not None else (),
         horizon_seconds=horizon_seconds,
@@ -157,7 +158,7 @@ def _speed(request: JoinRequest, whole: float, told: Estimates | None) -> float:
     return min(max(speed / (told.slowdown if told is not None else 1.0), 1e-6), 1e6)
 
 
-def _terms(training: Training, kept: _Kept | None, stages: int) -> Terms:
+def _terms(training: Training, kept: _Kept | None, stages: int, peers: int) -> Terms:
     exact = training.execution.determinism == "exact"
     moments = 1 if training.optimiser.name == "sgd" else 2
     cuts = training.slicing.cuts
@@ -171,6 +172,7 @@ def _terms(training: Training, kept: _Kept | None, stages: int) -> Terms:
         sizes = [8 * data.sequence_length * samples] * 2
     return Terms(
         microbatches_per_step=training.microbatches_per_step,
+        min_replicas=_least_replicas(training, kept, peers),
         max_replicas=training.slicing.max_replicas,
         stages=stages,
         cuts=cuts,
@@ -180,6 +182,14 @@ def _terms(training: Training, kept: _Kept | None, stages: int) -> Terms:
         state_ratio=2.0 + moments + (4.0 if exact else 2.0),
         moved_ratio=1.0 + moments,
     )
+
+
+def _least_replicas(training: Training, kept: _Kept | None, peers: int) -> int:
+    """Return how many replicas every stage of the plan before keeps: where there are peers enough
+    two, so that no single death takes a stage with it."""
+    if kept is None or peers < SAFE_REPLICAS * len(kept.ranges):
+        return 1
+    return min(SAFE_REPLICAS, training.slicing.max_replicas or SAFE_REPLICAS)
 
 
 def _sample_bytes(spec: SampleSpec | None) -> int:
