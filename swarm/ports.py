@@ -13,7 +13,7 @@ from protocol.records import PeerRecord
 from protocol.signing import PeerId
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
-from swarm.core.problem import Assignment, Problem
+from swarm.core.scheduling.problem import Assignment, Problem
 
 Buffer = memoryview
 """Contiguous raw bytes, format "B"."""

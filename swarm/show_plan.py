@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from swarm.core.explaining import explained
-from swarm.core.problem import Problem, problem_from_json
-from swarm.core.rebalance import HYSTERESIS
-from swarm.core.solver import solve
+from swarm.core.scheduling.explaining import explained
+from swarm.core.scheduling.problem import Problem, problem_from_json
+from swarm.core.scheduling.rebalance import HYSTERESIS
+from swarm.core.scheduling.solver import solve
 from swarm.errors import ConfigError
 from swarm.show import plain
 

@@ -48,9 +48,9 @@ from protocol.records import (
 )
 from protocol.signing import Identity
 from swarm.adapters.datasets import ThreadedSource, open_source
-from swarm.core.planning import members_of
 from swarm.core.reduction import buckets
 from swarm.core.routing import credit_windows
+from swarm.core.scheduling.planning import members_of
 from swarm.node import Node
 from swarm.peer.feeder import Feeder
 from swarm.peer.forwarding import FORWARDED

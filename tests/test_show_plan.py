@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from swarm.cli import main
-from swarm.core.problem import problem_from_json, problem_to_json
-from swarm.core.solver import solve
+from swarm.core.scheduling.problem import problem_from_json, problem_to_json
+from swarm.core.scheduling.solver import solve
 from swarm.errors import ConfigError, HomeError
 from swarm.peer.plan_view import plan_of
 from swarm.show_plan import what_if, write_problem
 from tests.core.drafts import FOUR, RUN
 from tests.core.plans import PEOPLE
 from tests.core.problems import assignment_of, plain_problem
-from tests.core.test_snapshot import estimates
+from tests.core.scheduling.test_snapshot import estimates
 
 UNEVEN = plain_problem([1.0, 1.0, 4.0, 1.0], layers=2)
 """Two layers of 3 s."""

@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.report import Report, Row, Value
 from benchmarks.swarms import FOLDER, LAYERS, network
-from swarm.core.cost import Prediction, predict
-from swarm.core.problem import Assignment, Problem, check_assignment
-from swarm.core.solver import Budget, solve
+from swarm.core.scheduling.cost import Prediction, predict
+from swarm.core.scheduling.problem import Assignment, Problem, check_assignment
+from swarm.core.scheduling.solver import Budget, solve
 from swarm.errors import NoFeasiblePlan
 
 NETWORKS = ("regional", "worldwide", "ten-cities")

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from benchmarks.report import Report, Row
 from benchmarks.shaped import ADDRESSES, cable, why_not
 from protocol.records import Estimates, LinkEstimate
-from swarm.core.network import Network, completed
-from swarm.core.partners import partners
+from swarm.core.measuring.network import Network, completed
+from swarm.core.measuring.partners import partners
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "dtfm"
 MEGABITS = (10, 50, 200)

@@ -14,13 +14,13 @@ import numpy as np
 
 from benchmarks.report import Report, Row
 from benchmarks.swarms import random_swarm
-from swarm.core.cost import predict
-from swarm.core.greedy import greedy_answer
-from swarm.core.problem import Assignment, Problem
-from swarm.core.rebalance import rebalanced
-from swarm.core.solver import budget_for, solve
-from swarm.core.starts import best_cuts
-from swarm.core.wiring import proportional_flow
+from swarm.core.scheduling.cost import predict
+from swarm.core.scheduling.greedy import greedy_answer
+from swarm.core.scheduling.problem import Assignment, Problem
+from swarm.core.scheduling.rebalance import rebalanced
+from swarm.core.scheduling.solver import budget_for, solve
+from swarm.core.scheduling.starts import best_cuts
+from swarm.core.scheduling.wiring import proportional_flow
 
 Result = TypeVar("Result")
 

@@ -1,9 +1,9 @@
 """How near the optimum schedules come: the full search and the greedy answer on small problems.
 
 The rule: everything is priced by the same cost model, and the optimum is exact
-(swarm/core/exact.py). Problems are drawn from seeds: up to 8 peers in up to three places, up to 4
-stages and 8 layers. A gap is the part of the optimum by which a step takes longer; seconds are
-those of the processor.
+(swarm/core/scheduling/exact.py). Problems are drawn from seeds: up to 8 peers in up to three
+places, up to 4 stages and 8 layers. A gap is the part of the optimum by which a step takes longer;
+seconds are those of the processor.
 """
 
 import time
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.report import Report, Row, percentile
-from swarm.core.exact import optimum
-from swarm.core.greedy import greedy_answer
-from swarm.core.problem import Problem
-from swarm.core.solver import solve
+from swarm.core.scheduling.exact import optimum
+from swarm.core.scheduling.greedy import greedy_answer
+from swarm.core.scheduling.problem import Problem
+from swarm.core.scheduling.solver import solve
 from swarm.errors import NoFeasiblePlan
 from tests.core.problems import random_problem
 

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.random import PCG64, Generator
 
 from benchmarks.report import Report, Row
-from swarm.core.blocks import arranged, block_starts
-from swarm.core.grid import Floats, Ints, evaluate
-from swarm.core.search import search
+from swarm.core.scheduling.blocks import arranged, block_starts
+from swarm.core.scheduling.grid import Floats, Ints, evaluate
+from swarm.core.scheduling.search import search
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "dtfm"
 KNOWN = {  # the best cost known, and the best that DT-FM's own genetic algorithm met
@@ -61,7 +61,7 @@ class Case:
     """(n, n): what a pair adds to the cost, forward and backward, if it is a boundary's slowest."""
 
     def group_costs(self, stages: Ints, peers: Ints) -> Floats:
-        """Return (B,): the slowest replica's exchange of gradients; see swarm.core.grid."""
+        """Return (B,): the slowest replica's exchange of gradients; see grid.py."""
         pairs = peers[:, None] * len(self.gradients) + peers
         return np.asarray(self.gradients.take(pairs).sum(axis=0).max(axis=0))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from swarm.core.problem import Layer, Links, Peer, Problem, Terms
+from swarm.core.scheduling.problem import Layer, Links, Peer, Problem, Terms
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "dtfm"
 LAYERS, WIDTH, VOCABULARY, TOKENS = 24, 2048, 50_257, 2048

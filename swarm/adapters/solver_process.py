@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import trio
 
-from swarm.core.problem import Assignment, Problem, problem_from_json, problem_to_json
-from swarm.core.solver import solve
+from swarm.core.scheduling.problem import Assignment, Problem, problem_from_json, problem_to_json
+from swarm.core.scheduling.solver import solve
 from swarm.errors import NoFeasiblePlan
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from protocol.records import Member, PlanBody
 from swarm.core.ballots import Draft
-from swarm.core.planning import feeding_members, first_plan, members_of
 from swarm.core.roles import (
     Roles,
     Situation,
@@ -25,6 +24,7 @@ from swarm.core.roles import (
     survivors,
     take_in,
 )
+from swarm.core.scheduling.planning import feeding_members, first_plan, members_of
 from swarm.core.step import step_coordinator_of
 from swarm.errors import NoFeasiblePlan
 

@@ -28,12 +28,13 @@ from protocol.records import (
     decode_record,
 )
 from protocol.signing import PeerId, verify
-from swarm.core.aims import aimed, aims_of, only_feeding, step_seconds
 from swarm.core.chain import legal_council_change
-from swarm.core.cost import predict
 from swarm.core.evidence import OBSERVERS, REPORT_MISSING
-from swarm.core.horizon import LONGEST_SECONDS
-from swarm.core.planning import (
+from swarm.core.roles import LINKS_FAIL
+from swarm.core.scheduling.aims import aimed, aims_of, bound_to_feed, step_seconds
+from swarm.core.scheduling.cost import predict
+from swarm.core.scheduling.horizon import LONGEST_SECONDS
+from swarm.core.scheduling.planning import (
     candidates_of,
     evicted,
     is_ready,
@@ -42,9 +43,8 @@ from swarm.core.planning import (
     stage_bytes,
     version_before,
 )
-from swarm.core.problem import Assignment, Problem
-from swarm.core.roles import LINKS_FAIL
-from swarm.core.snapshot import assignment_of, flow_of, problem_of
+from swarm.core.scheduling.problem import Assignment, Problem
+from swarm.core.scheduling.snapshot import assignment_of, flow_of, problem_of
 from swarm.core.step import ranges_of_stages, step_coordinator_of
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan, refusal_of
 
@@ -427,7 +427,7 @@ def _greedy(
     if not all(now.groups) or not now.feeders:
         return problem, index, None
     failing = {index[each.member] for each in body.standby if each.reason == LINKS_FAIL}
-    failing |= only_feeding(problem, assignment_of(body).groups)
+    failing |= bound_to_feed(problem, workers)
     moves = any(
         not set(group) <= set(after)
         for group, after in zip(workers, assignment_of(body).groups, strict=True)

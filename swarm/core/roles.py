@@ -22,12 +22,12 @@ from protocol.records import (
     clip,
 )
 from protocol.signing import PeerId
-from swarm.core.aims import aimed, fed, only_feeding
 from swarm.core.ballots import Draft
-from swarm.core.cost import predict
 from swarm.core.council import next_council
-from swarm.core.horizon import LONGEST_SECONDS
-from swarm.core.planning import (
+from swarm.core.scheduling.aims import aimed, bound_to_feed, fed
+from swarm.core.scheduling.cost import predict
+from swarm.core.scheduling.horizon import LONGEST_SECONDS
+from swarm.core.scheduling.planning import (
     Candidate,
     candidates_of,
     is_ready,
@@ -37,8 +37,8 @@ from swarm.core.planning import (
     replica_limit,
     stage_bytes,
 )
-from swarm.core.problem import Assignment, Problem, Standby
-from swarm.core.snapshot import assignment_of, flow_of
+from swarm.core.scheduling.problem import Assignment, Problem, Standby
+from swarm.core.scheduling.snapshot import assignment_of, flow_of
 
 LINKS_FAIL = "its links keep failing"
 REWIRED = 0.95
@@ -299,8 +299,11 @@ def follow_aims(roles: Roles) -> None:
             del roles.reasons[member]
     parted = [number[member] for member in members if roles.reasons.get(member) == LINKS_FAIL]
     workers = tuple(tuple(sorted(number[each] for each in group)) for group in roles.groups)
-    now = _aims(roles, number, {} if situation.is_calm else situation.target)
-    feeding = only_feeding(problem, workers)
+    feeding = bound_to_feed(problem, workers)
+    target = {} if situation.is_calm else dict(situation.target)
+    for peer in feeding:
+        target.pop(members[peer].peer, None)
+    now = _aims(roles, number, target)
     wanted = aimed(
         problem,
         now,

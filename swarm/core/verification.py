@@ -18,7 +18,7 @@ from protocol.records import (
     open_signed,
 )
 from protocol.signing import PeerId
-from swarm.core.planning import Candidate, replica_limit
+from swarm.core.scheduling.planning import Candidate, replica_limit
 
 JOIN_REQUEST_EPOCHS = 8
 """A join request is good for this many epochs after the one that it names."""

@@ -18,7 +18,7 @@ from protocol.records import (
 )
 from protocol.signing import Identity, PeerId
 from swarm.core.model import Profile
-from swarm.core.planning import Candidate
+from swarm.core.scheduling.planning import Candidate
 from swarm.errors import JoinError, PeerError
 from swarm.peer.control import Control
 from swarm.peer.discovery import Discovery

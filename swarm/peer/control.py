@@ -71,13 +71,13 @@ from swarm.core.chain import Plan
 from swarm.core.changes import LEAST_BYTES, changes_of, rebuilt_body
 from swarm.core.council import majority_rtt_seconds
 from swarm.core.effects import Send
-from swarm.core.measured import check_estimates
+from swarm.core.measuring.measured import check_estimates
 from swarm.core.membership import Membership
 from swarm.core.pace import HEARTBEAT_SECONDS, LEADER_BEAT_SECONDS, SMALL, Pace, consents_now
-from swarm.core.planning import Candidate, members_of
 from swarm.core.review import ReviewContext, better_plan, is_too_poor, review
 from swarm.core.roles import Placing
 from swarm.core.roll import records_of, working
+from swarm.core.scheduling.planning import Candidate, members_of
 from swarm.core.soundness import check_once
 from swarm.core.verification import check_join, refusal_of
 from swarm.core.voting import (

@@ -30,8 +30,8 @@ from protocol.signing import PeerId
 from swarm.core.coordinators import GroupCoordinator, StepCoordinator
 from swarm.core.holding import Holding
 from swarm.core.model import ModelShape
-from swarm.core.planning import candidates_of
 from swarm.core.reduction import buckets
+from swarm.core.scheduling.planning import candidates_of
 from swarm.core.settlement import NoHolder
 from swarm.core.step import (
     Apply,

@@ -12,19 +12,21 @@ from protocol.messages import Durable, Heartbeat, LostWork
 from protocol.records import Completed, Manifest, Member, PlanBody, Signed
 from protocol.signing import PeerId
 from swarm.core.agreement import Agreement
-from swarm.core.aims import aims_of
 from swarm.core.ballots import Draft
-from swarm.core.calm import Calm
 from swarm.core.chain import Plan
 from swarm.core.completion import Completion, Layers
 from swarm.core.council import next_council
 from swarm.core.debounce import Debounce
 from swarm.core.drafting import NoHolder, is_needed, next_draft, same_roles
-from swarm.core.horizon import Horizon
 from swarm.core.losses import Losses
 from swarm.core.membership import Membership
 from swarm.core.memo import by_pair
-from swarm.core.planning import (
+from swarm.core.roles import Placing, Situation
+from swarm.core.roll import records_of
+from swarm.core.scheduling.aims import aims_of
+from swarm.core.scheduling.calm import Calm
+from swarm.core.scheduling.horizon import Horizon
+from swarm.core.scheduling.planning import (
     Candidate,
     candidates_of,
     completing_plan,
@@ -37,9 +39,7 @@ from swarm.core.planning import (
     solved_plan,
     version_before,
 )
-from swarm.core.problem import Assignment, Problem
-from swarm.core.roles import Placing, Situation
-from swarm.core.roll import records_of
+from swarm.core.scheduling.problem import Assignment, Problem
 from swarm.core.step import ReplicaState, replicas_of
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan
 from swarm.errors import NoFeasiblePlan

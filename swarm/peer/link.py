@@ -17,7 +17,7 @@ from protocol.connection import Connection, Received
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TABLE, Goodbye, Message, Reply, Request, Traffic
 from protocol.signing import PeerId
-from swarm.core.estimation import Writers
+from swarm.core.measuring.estimation import Writers
 from swarm.errors import PeerError, PeerRefused, PeerUnreachable
 from swarm.ports import Buffer, ByteStream
 

@@ -17,7 +17,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import TABLE, Channel, Message, Reply, Request
 from protocol.records import PeerRecord, RunId
 from protocol.signing import PeerId
-from swarm.core.estimation import Writers
+from swarm.core.measuring.estimation import Writers
 from swarm.errors import NobodyListens, PeerError, PeerUnreachable
 from swarm.peer.link import MAX_QUEUED_MESSAGES, Link, Receiver, TrafficCount
 from swarm.ports import Buffer, ByteStream, Transport

@@ -11,10 +11,10 @@ import msgspec
 from protocol.records import Signed, Training
 from protocol.signing import PeerId
 from swarm.core.chain import Plan
-from swarm.core.explaining import explained
-from swarm.core.planning import candidates_of, problem_for
-from swarm.core.problem import problem_to_json
-from swarm.core.snapshot import assignment_of, flow_of
+from swarm.core.scheduling.explaining import explained
+from swarm.core.scheduling.planning import candidates_of, problem_for
+from swarm.core.scheduling.problem import problem_to_json
+from swarm.core.scheduling.snapshot import assignment_of, flow_of
 
 
 def plan_of(

@@ -13,7 +13,7 @@ import trio
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Probe, ProbeAnswer
 from protocol.signing import PeerId
-from swarm.core.estimation import PROBE_BYTES
+from swarm.core.measuring.estimation import PROBE_BYTES
 from swarm.peer.links import Links
 
 MAX_CHUNK_BYTES = 64 * 1024

@@ -25,9 +25,9 @@ from protocol.records import (
     sign_record,
 )
 from protocol.signing import Identity, PeerId
-from swarm.core.estimation import WINDOW_SECONDS, Average, Probing, Slowdown
-from swarm.core.measured import Telling, fitting
-from swarm.core.partners import partners
+from swarm.core.measuring.estimation import WINDOW_SECONDS, Average, Probing, Slowdown
+from swarm.core.measuring.measured import Telling, fitting
+from swarm.core.measuring.partners import partners
 from swarm.errors import PeerError
 from swarm.peer.links import Links
 from swarm.peer.probed import Budget

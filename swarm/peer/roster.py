@@ -17,7 +17,7 @@ from protocol.packing import canonical
 from protocol.records import Estimates, Member, PlanBody, Signed, clip
 from protocol.signing import PeerId
 from swarm.core.chain import Plan
-from swarm.core.measured import is_newer
+from swarm.core.measuring.measured import is_newer
 from swarm.core.memo import by_identity
 from swarm.core.pace import Pace
 from swarm.core.step import replicas_of

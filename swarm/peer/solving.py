@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from protocol.records import PlanBody
 from protocol.signing import PeerId
-from swarm.core.aims import aims_of, step_seconds
-from swarm.core.planning import members_of
-from swarm.core.problem import Assignment, Problem
-from swarm.core.rebalance import HYSTERESIS
+from swarm.core.scheduling.aims import aims_of, step_seconds
+from swarm.core.scheduling.planning import members_of
+from swarm.core.scheduling.problem import Assignment, Problem
+from swarm.core.scheduling.rebalance import HYSTERESIS
 
 AGAIN_SECONDS = 300.0
 """How soon a problem whose figures alone have changed is solved again."""

@@ -17,8 +17,8 @@ from protocol.messages import GetListing, GetState, Listing, Piece, StateChunk, 
 from protocol.records import PlanBody
 from protocol.signing import PeerId
 from swarm.core.model import ModelShape
-from swarm.core.planning import candidates_of
 from swarm.core.reduction import buckets
+from swarm.core.scheduling.planning import candidates_of
 from swarm.core.step import ranges_of_stages, replicas_of
 from swarm.errors import ExportError, HomeError, PeerError, PeerRefused
 from swarm.peer.donor import CHUNK_BYTES

@@ -32,8 +32,8 @@ from swarm.core.agreement import Agreement
 from swarm.core.chain import Plan
 from swarm.core.membership import Membership
 from swarm.core.pace import HEARTBEAT_SECONDS, Pace, listeners_of
-from swarm.core.planning import members_of
 from swarm.core.roll import records_of, working_peers
+from swarm.core.scheduling.planning import members_of
 from swarm.core.step import step_coordinator_of, workers_of
 from swarm.errors import NobodyListens, PeerError
 from swarm.peer.leading import Leading

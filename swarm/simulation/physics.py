@@ -31,7 +31,7 @@ from protocol.records import (
     Training,
 )
 from swarm.core.model import LayerShape, ModelShape, Profile, TensorUse
-from swarm.core.problem import Layer
+from swarm.core.scheduling.problem import Layer
 from swarm.ports import Buffer
 
 HASH_BYTES = 32

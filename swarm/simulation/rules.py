@@ -22,8 +22,8 @@ import trio
 
 from protocol.records import Member
 from protocol.signing import PeerId
-from swarm.core.rebalance import stage_seconds
 from swarm.core.roles import Placing, Roles, go, let_stand_by, place_of
+from swarm.core.scheduling.rebalance import stage_seconds
 
 SWARM_SECONDS = 60.0
 PETALS_MEAN_SECONDS = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from protocol.records import Training
-from swarm.core.problem import Layer
+from swarm.core.scheduling.problem import Layer
 from swarm.errors import ConfigError
 from swarm.simulation.country import Map
 from swarm.simulation.physics import MEMORY_BYTES, Costs, integer_training

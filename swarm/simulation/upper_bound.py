@@ -13,9 +13,9 @@ The rule: nothing here knows what the swarm did.
 import math
 from collections.abc import Sequence
 
-from swarm.core.greedy import greedy_answer
-from swarm.core.problem import Links, Peer, Problem, Terms
-from swarm.core.solver import solve
+from swarm.core.scheduling.greedy import greedy_answer
+from swarm.core.scheduling.problem import Links, Peer, Problem, Terms
+from swarm.core.scheduling.solver import solve
 from swarm.errors import NoFeasiblePlan
 from swarm.simulation.conditions import State
 from swarm.simulation.country import Map

@@ -5,8 +5,8 @@ from dataclasses import replace
 import trio
 
 from swarm.adapters.solver_process import ProcessSolver
-from swarm.core.problem import Assignment, Problem
-from swarm.core.solver import solve
+from swarm.core.scheduling.problem import Assignment, Problem
+from swarm.core.scheduling.solver import solve
 from tests.core.problems import random_problem
 
 

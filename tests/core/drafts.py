@@ -9,7 +9,7 @@ from protocol.signing import PeerId
 from swarm.core.ballots import Draft, drafted
 from swarm.core.chain import genesis
 from swarm.core.drafting import Situation, next_draft
-from swarm.core.planning import Candidate, first_plan
+from swarm.core.scheduling.planning import Candidate, first_plan
 from tests.core.plans import PEOPLE, candidate, candidates, heartbeat, manifest, request, training
 
 FOUR_LAYERS = [1.0] * 4

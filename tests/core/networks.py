@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.records import Estimates, LinkEstimate
-from swarm.core.partners import partners
+from swarm.core.measuring.partners import partners
 
 Floats = NDArray[np.float64]
 PEERS = 64

@@ -38,7 +38,7 @@ from protocol.records import (
     sign_record,
 )
 from protocol.signing import Identity, PeerId
-from swarm.core.planning import Candidate
+from swarm.core.scheduling.planning import Candidate
 
 PEOPLE = sorted((Identity.from_seed(bytes([n]) * 32) for n in range(1, 13)), key=lambda i: i.peer)
 """Peers in the order of their ids."""

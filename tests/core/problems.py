@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from swarm.core.problem import Assignment, Layer, Links, Peer, Problem, Standby, Terms
+from swarm.core.scheduling.problem import Assignment, Layer, Links, Peer, Problem, Standby, Terms
 
 MEGABYTE = 1_000_000
 

@@ -12,7 +12,7 @@ from protocol.messages import PLAN_CAP_BYTES
 from protocol.packing import canonical
 from protocol.records import BodyChanges, PlanBody, decode_record
 from swarm.core.changes import changes_of, rebuilt_body
-from swarm.core.planning import first_plan
+from swarm.core.scheduling.planning import first_plan
 from tests.core.plans import PEOPLE, candidate, manifest, request
 
 RUN = manifest()

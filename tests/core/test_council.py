@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from protocol.records import PlanBody
 from swarm.core.chain import legal_council_change
 from swarm.core.council import majority_rtt_seconds, next_council
-from swarm.core.planning import first_plan
+from swarm.core.scheduling.planning import first_plan
 from tests.core.plans import PEOPLE, candidate, manifest, request
 
 RUN = manifest()

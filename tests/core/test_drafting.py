@@ -22,8 +22,8 @@ from protocol.signing import PeerId
 from swarm.core.ballots import Draft
 from swarm.core.chain import genesis, legal_council_change
 from swarm.core.drafting import RESTART_SECONDS, NoHolder, Situation, next_draft
-from swarm.core.planning import Candidate, evicted, members_of
 from swarm.core.review import ReviewContext, review
+from swarm.core.scheduling.planning import Candidate, evicted, members_of
 from tests.core.drafts import (
     FOUR,
     FOUR_LAYERS,
@@ -51,7 +51,7 @@ from tests.core.plans import (
     observation,
     training,
 )
-from tests.core.test_snapshot import estimates
+from tests.core.scheduling.test_snapshot import estimates
 
 replace = msgspec.structs.replace
 IDENTITIES = {who.peer: who for who in PEOPLE}
@@ -656,3 +656,14 @@ def test_everybody_goes_where_a_better_plan_wants_it_but_no_stage_is_left_empty(
     assert groups(draft.body) == [peers(1), peers(3)]
     assert sorted(waiting(draft.body)) == sorted([(PEOPLE[0].peer, 1), (PEOPLE[2].peer, 0)])
     assert draft.kind == "planned"
+
+
+def test_the_only_replica_that_holds_the_data_stays_where_it_is() -> None:
+    """Stage 2 is the slowest, and one of the two of stage 0 could move there: not the feeder, who
+    would do nothing but feed until it is ready there."""
+    run = manifest(run=training(steps=100, cuts=(1, 2)))
+    plan = begun(run, candidates(4, run, FOUR_LAYERS, [0]), 3)
+    assert groups(plan.body) == [peers(0, 1), peers(2), peers(3)]
+    draft = draft_in(situation(run, plan, settled=True))
+    assert groups(draft.body) == [peers(0), peers(2), peers(3)]
+    assert waiting(draft.body) == [(PEOPLE[1].peer, 2)]

@@ -111,6 +111,7 @@ def first_suspicion(intervals: list[float]) -> float:
             now += 1
             membership.expire(now)
         now += interval - math.floor(interval)
+        membership.expire(now)
         membership.heard(ALICE, now)
     for n in range(1, 200):
         if membership.expire(now + n / 10):

@@ -24,9 +24,9 @@ from protocol.signing import Identity, PeerId
 from swarm.core.ballots import Draft
 from swarm.core.chain import Plan, genesis
 from swarm.core.evidence import REPORT_MISSING
-from swarm.core.planning import completing_plan, halting_plan, plan_of, problem_for
 from swarm.core.review import OLD_ESTIMATES, ReviewContext, better_plan, is_too_poor, review
 from swarm.core.roles import LINKS_FAIL
+from swarm.core.scheduling.planning import completing_plan, halting_plan, plan_of, problem_for
 from swarm.core.verification import JOIN_REQUEST_EPOCHS
 from tests.core.drafts import (
     FOUR,
@@ -57,7 +57,7 @@ from tests.core.plans import (
     signed_request,
     training,
 )
-from tests.core.test_snapshot import estimates
+from tests.core.scheduling.test_snapshot import estimates
 
 replace = msgspec.structs.replace
 CONTEXT = ReviewContext(RUN, 4)

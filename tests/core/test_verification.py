@@ -20,7 +20,7 @@ from protocol.records import (
     sign_record,
 )
 from protocol.signing import PeerId
-from swarm.core.planning import Candidate, first_plan
+from swarm.core.scheduling.planning import Candidate, first_plan
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_join, check_plan, refusal_of
 from tests.core.plans import (
     PEOPLE,

@@ -15,7 +15,7 @@ from protocol.records import (
     open_signed,
     sign_record,
 )
-from swarm.core.estimation import PROBE_BYTES
+from swarm.core.measuring.estimation import PROBE_BYTES
 from swarm.daemon import Daemon
 from swarm.peer.probed import HOURLY_BYTES
 from swarm.peer.prober import AGAIN_SECONDS

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from protocol.records import PlanBody
-from swarm.core.aims import step_seconds
-from swarm.core.planning import problem_for
-from swarm.core.problem import Assignment, Problem, Standby
-from swarm.core.rebalance import HYSTERESIS
+from swarm.core.scheduling.aims import step_seconds
+from swarm.core.scheduling.planning import problem_for
+from swarm.core.scheduling.problem import Assignment, Problem, Standby
+from swarm.core.scheduling.rebalance import HYSTERESIS
 from swarm.peer.solving import AGAIN_SECONDS, Solving
 from tests.core.drafts import FOUR, FOUR_LAYERS, RUN
 from tests.core.plans import PEOPLE, candidates
-from tests.core.test_snapshot import estimates
+from tests.core.scheduling.test_snapshot import estimates
 
 MEMBERS = candidates(4, RUN, FOUR_LAYERS)
 PROBLEM = problem_for(RUN.training, MEMBERS, {}, before=FOUR.body)

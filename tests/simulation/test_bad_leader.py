@@ -10,7 +10,7 @@ from protocol.records import Member, PlanBody, Signed, StandbyPlan
 from protocol.signing import PeerId
 from swarm.core.agreement import Agreement
 from swarm.core.ballots import Draft
-from swarm.core.planning import candidates_of, plan_of, problem_for
+from swarm.core.scheduling.planning import candidates_of, plan_of, problem_for
 from swarm.core.voting import Effect, Refused
 from swarm.peer.control import Control
 from swarm.peer.leading import Leading

@@ -8,8 +8,8 @@ import trio
 
 from protocol.messages import Microbatch, Totals
 from swarm.core.model import Profile
-from swarm.core.problem import Layer
 from swarm.core.reduction import buckets
+from swarm.core.scheduling.problem import Layer
 from swarm.simulation.executor import Machine, SimExecutor
 from swarm.simulation.physics import (
     HASH_BYTES,

@@ -12,8 +12,8 @@ import pytest
 
 from protocol.records import PlanBody
 from swarm.cli import main
-from swarm.core.cost import predict
-from swarm.core.problem import Assignment, Standby
+from swarm.core.scheduling.cost import predict
+from swarm.core.scheduling.problem import Assignment, Standby
 from swarm.errors import ConfigError, SimulationError
 from swarm.peer import feeder, pipeline
 from swarm.simulation.conditions import Conditions

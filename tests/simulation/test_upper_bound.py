@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.core.exact import optimum
-from swarm.core.problem import Layer, Peer, Terms
-from swarm.core.solver import solve
+from swarm.core.scheduling.exact import optimum
+from swarm.core.scheduling.problem import Layer, Peer, Terms
+from swarm.core.scheduling.solver import solve
 from swarm.errors import NoFeasiblePlan
 from swarm.simulation.conditions import Conditions
 from swarm.simulation.upper_bound import UpperBounds, rate_bound

@@ -10,7 +10,7 @@ import trio
 
 from protocol.records import PlanBody
 from swarm.core.model import Profile
-from swarm.core.planning import candidates_of, members_of, version_before
+from swarm.core.scheduling.planning import candidates_of, members_of, version_before
 from swarm.core.verification import JOIN_REQUEST_EPOCHS
 from swarm.peer.control import Control
 from swarm.simulation.executor import SimExecutor

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.messages import Totals
 from protocol.records import Training
 from swarm.core.model import Profile
-from swarm.core.planning import members_of
+from swarm.core.scheduling.planning import members_of
 from swarm.daemon import Daemon
 from swarm.errors import ExportError
 from swarm.peer.reducer import Reducer

@@ -1,0 +1,42 @@
+"""How often plans change that nobody needs."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.core.scheduling.calm import FIRST_SECONDS, LONGEST_SECONDS, Calm
+
+HOUR = 3600.0
+
+
+def test_a_plan_is_given_time_before_it_is_improved() -> None:
+    calm = Calm()
+    assert not calm.is_calm(0.0)
+    calm.begin(100.0)
+    assert calm.is_calm(100.0 + FIRST_SECONDS - 1)
+    assert not calm.is_calm(100.0 + FIRST_SECONDS)
+
+
+@given(st.lists(st.floats(0, 600), min_size=50, max_size=200))
+def test_the_number_of_improvements_per_hour_is_bounded(pauses: list[float]) -> None:
+    """Whoever improves whenever it may, and however long it takes between: seven in an hour."""
+    calm, now = Calm(), 0.0
+    times = []
+    for pause in pauses:
+        now = max(now, calm.until) + pause
+        calm.changed(now)
+        times.append(now)
+    for start in times:
+        assert sum(start <= time < start + HOUR for time in times) <= 7
+
+
+def test_a_quiet_time_is_forgotten() -> None:
+    calm, now = Calm(), 0.0
+    for _ in range(10):
+        calm.changed(now)
+        now = calm.until
+    assert calm.until - now == 0
+    calm.changed(now)
+    assert calm.until == now + LONGEST_SECONDS
+    later = calm.until + LONGEST_SECONDS + 1
+    calm.changed(later)
+    assert calm.until == later + 2 * FIRST_SECONDS
