@@ -120,7 +120,7 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Answers Ping `number`."""
+    """Answers Ping `number`; 0 answers none and says that this peer lives."""
 
     number: Count
 

@@ -210,12 +210,14 @@ def _plan(options: argparse.Namespace) -> int:
     # Imported here: the solver is not needed by daemons, nor the table's library.
     from swarm.show_plan import print_plan, print_what_if, what_if, write_problem
 
+    if options.what_if is None and options.home is None:
+        options.usage("name a home with --home, or a problem file with --what-if")
+    if options.what_if is not None and (options.home or options.problem):
+        options.usage("--what-if is about a file, --home and --problem about a peer that runs")
     if options.what_if is not None:
         answer = what_if(options.what_if)
         print(json.dumps(answer, indent=2)) if options.json else print_what_if(answer)
         return 0
-    if options.home is None:
-        raise HomeError("which plan?", hint="name a home with --home, or a file with --what-if")
     plan = call(options.home, "plan")
     if options.problem is not None:
         write_problem(options.problem, plan)
@@ -388,6 +390,7 @@ def _parser() -> argparse.ArgumentParser:
         "--what-if", type=Path, metavar="FILE", help="solve the problem in this file instead"
     )
     plan.add_argument("--problem", type=Path, metavar="FILE", help="write the plan's problem, too")
+    plan.set_defaults(usage=plan.error)
     plan.add_argument("--json", action="store_true")
     _home(_command(commands, "stop", _stop, "let the daemon of a home leave"))
     recover = _command(

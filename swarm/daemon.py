@@ -166,6 +166,7 @@ class Daemon:
             peers=self._known_peers,
             listeners=self.control.vigil.guides,
             rtt_seconds=self.control.members.rtt_seconds,
+            pace=lambda: self.control.roster.pace,
             is_busy=lambda: self._is_training() or self._probed.is_serving,
             work=self._work_done,
             on_estimates=self.control.roster.measured,
@@ -469,7 +470,7 @@ class Daemon:
             self._refuse_stale(peer, boot, message)
         elif said > active.key:
             if said > newest.key:
-                self._links.start_soon(self.control.fetch_chain, peer)
+                self._links.start_soon(self.control.catch_up, peer)
             self._keep_early(peer, message, payload)
         elif not self._has_role(Member(peer, boot)):
             raise RemoteProtocolError(f"boot {boot} of {peer} has no role in epoch {fence.epoch}")
@@ -484,7 +485,7 @@ class Daemon:
         """Answer what was said by an older plan with the newest certificate, once."""
         epoch, newest = message.fence.epoch, self.control.plan.header.epoch
         log.info("stale peer=%s message=%s epoch=%d", peer, type(message).__name__, epoch)
-        if (peer, boot, newest) not in self._told_newest:
+        if (peer, boot, newest) not in self._told_newest and not self.control.is_being_told:
             self._told_newest.add((peer, boot, newest))
             self.control.send_newest(peer)
 
@@ -527,7 +528,7 @@ class Daemon:
         before = self._known_by
         if before[0] is table and before[1] is body and before[2] == self._links.changes:
             return self._known
-        for view in table:
+        for view in table if before[0] is not table else ():
             if view.address and not self._links.address_of(view.peer):
                 self._links.know(view.peer, (view.address,))
         members = records_of(body)  # the plan says where they are
@@ -547,7 +548,7 @@ class Daemon:
         return Work(
             plan=self._active.key,
             compute_seconds=epoch.compute_seconds,
-            microbatches=epoch.samples // self.manifest.training.microbatch_size,
+            microbatches=epoch.computed,
             profiled_seconds=sum(each.forward_seconds + each.backward_seconds for each in layers),
         )
 

@@ -105,7 +105,7 @@ def _members_table(status: dict[str, Any]) -> Table:
     placed = {peer for _, _, peer in rows}
     rows += [("-", "-", peer) for peer in members if peer not in placed]
     for stage_number, layers, peer in rows:
-        peer_cell, member = plain(peer), members.get(peer)
+        peer_cell, member = plain(short(peer)), members.get(peer)
         if member is None:
             table.add_row(stage_number, layers, peer_cell, "not heard of", "-", "-", "-", "-")
             continue
@@ -120,6 +120,11 @@ def _members_table(status: dict[str, Any]) -> Table:
             f"{1000 * member['rtt_seconds']:.1f} ms",
         )
     return table
+
+
+def short(peer: str) -> str:
+    """Return the end of a peer id: all begin alike, and lines are short."""
+    return f"…{peer[-8:]}" if len(peer) > 9 else peer
 
 
 def plain(text: str) -> Text:

@@ -12,7 +12,7 @@ from swarm.core.scheduling.problem import Problem, problem_from_json
 from swarm.core.scheduling.rebalance import HYSTERESIS
 from swarm.core.scheduling.solver import solve
 from swarm.errors import ConfigError
-from swarm.show import plain
+from swarm.show import plain, short
 
 
 def print_plan(plan: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     )
     console.print(f"a step takes {parts['predicted']:.4g} s as predicted: {shown}")
     measured = plan.get("measured_step_seconds")
-    if measured is not None:
+    if measured is not None and parts["predicted"] > 0:
         ratio = measured / parts["predicted"]
         console.print(f"measured {measured:.4g} s, {ratio:.2f} times that")
     if "estimates" in plan:
@@ -61,15 +61,13 @@ def print_what_if(answer: dict[str, Any]) -> None:
 
 
 def _table(plan: dict[str, Any]) -> Table:
-    table = Table(
-        "stage", "layers", "peer", "speed", "microbatches", "of reduction", "busy", "limited by"
-    )
+    table = Table("stage", "layers", "peer", "speed", "work", "of sums", "busy", "limited by")
     for stage in plan["stages"]:
         for replica in stage["replicas"]:
             table.add_row(
                 str(stage["stage"]),
                 f"{stage['first_layer']}-{stage['last_layer']}",
-                plain(replica["peer"]),
+                plain(short(replica["peer"])),
                 f"{replica['speed']:.2f}",
                 f"{replica['share_of_microbatches']:.1%}",
                 f"{replica['share_of_reduction']:.1%}",

@@ -21,15 +21,15 @@ from swarm.errors import ConfigError
 T = TypeVar("T")
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file. Raises ConfigError."""
+def read_text(path: Path, what: str = "a TOML file") -> str:
+    """Return the text of a UTF-8 file, which should be `what`. Raises ConfigError."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}",
             evidence=(error.strerror or str(error),),
-            hint="give the path of a TOML file",
+            hint=f"give the path of {what}",
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(

@@ -9,7 +9,7 @@ import pytest
 from swarm.cli import main
 from swarm.core.scheduling.problem import problem_from_json, problem_to_json
 from swarm.core.scheduling.solver import solve
-from swarm.errors import ConfigError, HomeError
+from swarm.errors import ConfigError
 from swarm.peer.plan_view import plan_of
 from swarm.show_plan import what_if, write_problem
 from tests.core.drafts import FOUR, RUN
@@ -65,8 +65,11 @@ def test_mistakes_have_an_exit_code_and_a_next_step(
 ) -> None:
     assert main(["plan", "--what-if", str(tmp_path / "nowhere")]) == ConfigError.exit_code
     assert "swarm plan --problem" in capsys.readouterr().err
-    assert main(["plan"]) == HomeError.exit_code
-    assert "--home" in capsys.readouterr().err
+    for wanted in (["plan"], ["plan", "--what-if", "a", "--home", "b"]):
+        with pytest.raises(SystemExit) as ended:
+            main(wanted)
+        assert ended.value.code == 2
+        assert "--home" in capsys.readouterr().err
 
 
 def test_the_plan_at_work_says_what_it_promised_and_what_is_measured(tmp_path: Path) -> None:

@@ -23,11 +23,12 @@ QUICK_PROBLEMS = 5
 QUANTILES = (25, 50, 75, 90, 95, 99)
 
 
-def measure(*, quick: bool) -> Report:
-    """Solve all problems in three ways; return gaps to the optimum and seconds."""
+def measure(*, quick: bool, first: int = 0) -> Report:
+    """Solve all problems, of seeds from `first` on, in three ways; return gaps to the optimum and
+    seconds."""
     report = Report("optimality")
     infeasible = 0
-    for seed in range(QUICK_PROBLEMS if quick else PROBLEMS):
+    for seed in range(first, first + (QUICK_PROBLEMS if quick else PROBLEMS)):
         row = _compare(seed, random_problem(seed))
         if row is None:
             infeasible += 1

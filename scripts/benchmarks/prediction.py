@@ -2,7 +2,8 @@
 
 Six daemons on this machine: three may use four times as much of a processor as the others, and
 links between them have different rates and delays (proxies in TCP's way). The same swarm runs
-twice: once it chooses its plan, once its stages have equal numbers of peers for good.
+twice: once it chooses its plan, once its stages have equal numbers of peers for good, in order (so
+the three fast ones are in the first two stages).
 
 The rule: what is predicted is what `swarm plan` says at the leader, once everybody has told what
 its work takes; what is measured are the daemons' own commits, by the same plan.

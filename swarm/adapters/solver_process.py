@@ -5,8 +5,10 @@ fails, that is logged, and plans are greedy ones. Run as a program it reads a pr
 writes an assignment: `python -m swarm.adapters.solver_process SEED`.
 """
 
+import contextlib
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,25 +31,37 @@ class ProcessSolver:
 
     async def solve(self, problem: Problem, seed: int) -> Assignment | None:
         """Return the best assignment found; None if none is feasible, or if the child fails."""
-        guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
-        program = [sys.executable, "-m", __name__, str(seed)]
         try:
-            done = await trio.run_process(
-                [*guard, *program],
-                stdin=problem_to_json(problem),
-                capture_stdout=True,
-                capture_stderr=True,
-                check=False,
-                env={**os.environ, **_ONE_THREAD},
-            )
+            child = _started(seed)
         except OSError as error:
             log.warning("no full solve: %s", error)
             return None
-        if done.returncode != 0:
-            reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            log.warning("no full solve: exit status %d: %s", done.returncode, reason)
-            return None
-        return msgspec.json.decode(done.stdout, type=Assignment | None)
+        try:
+            answer, told = await trio.to_thread.run_sync(
+                child.communicate, problem_to_json(problem), abandon_on_cancel=True
+            )
+        finally:
+            child.kill()  # if it was cancelled
+            child.wait()
+        if child.returncode == 0:
+            with contextlib.suppress(msgspec.DecodeError):
+                return msgspec.json.decode(answer, type=Assignment | None)
+        reason = told.decode(errors="replace").strip().rpartition("\n")[2]
+        log.warning("no full solve: exit status %d: %s", child.returncode, reason)
+        return None
+
+
+def _started(seed: int) -> "subprocess.Popen[bytes]":
+    """Start the child from this thread, which lives as long as the daemon: the kernel ends it with
+    the thread that started it, and a thread of trio's that has nothing to do ends soon."""
+    guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
+    return subprocess.Popen(
+        [*guard, sys.executable, "-m", __name__, str(seed)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **_ONE_THREAD},
+    )
 
 
 def main(seed: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -33,8 +34,15 @@ from swarm.core.model import LayerShape, ModelShape
 from swarm.errors import ModelError
 
 SLOW_SECONDS = 0.3
-"""A layer whose first run takes longer is not run again."""
+"""A layer whose runs took longer together is not run again."""
 RUNS = 3
+"""A layer is run so often at least,"""
+TIMED_SECONDS = 0.5
+"""and all together for so long: a quota of processor time shows only after some periods."""
+
+
+Laps = tuple[Sequence[float], Sequence[float]]
+"""Seconds of each forward and of each backward of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +76,19 @@ def survey(model: SlicedModel, training: Training, settings: Settings, *, timed:
     inputs, target = batch_specs(training)
     hidden = random_batch(inputs, seed_of(training.seed, "input")).to(settings.device)
     shapes, profiles, in_place, digest = [], [], [], hashlib.sha256()
+    laps: list[Laps] = []
     for number, name in enumerate(model.names):
         layer = model.layer(number, settings.device)
         writes, output = _examine(layer, hidden, settings)
         in_place.append(writes)
-        runs = _run(layer, hidden, writes, settings, RUNS if timed else 0)
+        seconds = TIMED_SECONDS / len(model.names) if timed else 0.0
+        runs = _run(layer, hidden, writes, settings, seconds)
         digest.update(layer_bytes(layer.state))
         for tensor in runs.tensors:
             digest.update(encode(tensor))
         shapes.append(LayerShape(name, layer.uses, output))
         profiles.append(_profile(layer, output, runs))
+        laps.append((runs.forward_seconds, runs.backward_seconds))
         hidden = runs.tensors[0]
     check_classes(training.loss, shapes[-1].output, target)
     target_batch = random_batch(target, seed_of(training.seed, "target")).to(settings.device)
@@ -85,7 +96,20 @@ def survey(model: SlicedModel, training: Training, settings: Settings, *, timed:
         digest.update(encode(tensor))
     shape = ModelShape(tuple(shapes), inputs.tensor, target.tensor)
     numerics = f"{_facts(settings)} sha256={digest.hexdigest()}"
-    return Survey(shape, tuple(profiles), tuple(in_place), numerics)
+    factor = sustained_factor(laps)
+    return Survey(
+        shape, tuple(_slowed(each, factor) for each in profiles), tuple(in_place), numerics
+    )
+
+
+def sustained_factor(laps: Sequence[Laps]) -> float:
+    """Return how many times as long as their medians the runs of all layers took together.
+
+    Where a peer may use a part of a processor only, most runs are quick, and now and then one is
+    stopped for long: in the mean, which is what counts in training, that is a slow peer."""
+    taken = sum(sum(lap) for layer in laps for lap in layer)
+    usual = sum(len(lap) * statistics.median(lap) for layer in laps for lap in layer if lap)
+    return max(taken / usual, 1.0) if usual else 1.0
 
 
 def apply_layer(
@@ -117,19 +141,28 @@ def _examine(layer: Layer, hidden: Tensor, settings: Settings) -> tuple[bool, Te
     return private._version != before, spec
 
 
-def _run(layer: Layer, hidden: Tensor, in_place: bool, settings: Settings, repeats: int) -> _Runs:
+def _run(layer: Layer, hidden: Tensor, in_place: bool, settings: Settings, seconds: float) -> _Runs:
+    """Run a layer once, and again for its time if `seconds` are given: for as long at least."""
     runs = _Runs()
     _run_once(layer, hidden, in_place, settings, runs)
-    if repeats:
+    if seconds:
         runs.activation_bytes = _kept_bytes(layer, hidden, in_place, settings)
-    if runs.forward_seconds[0] + runs.backward_seconds[0] > SLOW_SECONDS:
+    if not seconds:
         return runs
-    if repeats:
-        runs.forward_seconds.clear()
-        runs.backward_seconds.clear()
-    for _ in range(repeats):
+    runs.forward_seconds.clear()  # the first run warms up: libraries are loaded, kernels chosen
+    runs.backward_seconds.clear()
+    while not _is_timed(runs, seconds):
         _run_once(layer, hidden, in_place, settings, runs)
     return runs
+
+
+def _is_timed(runs: _Runs, seconds: float) -> bool:
+    taken = _taken(runs)
+    return taken > SLOW_SECONDS or (len(runs.forward_seconds) >= RUNS and taken >= seconds)
+
+
+def _taken(runs: _Runs) -> float:
+    return sum(runs.forward_seconds) + sum(runs.backward_seconds)
 
 
 def _run_once(
@@ -216,6 +249,14 @@ def _cotangent(output: Tensor, seed: int) -> Tensor:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     return encode(one) == encode(other)
+
+
+def _slowed(profile: LayerProfile, factor: float) -> LayerProfile:
+    return replace(
+        profile,
+        forward_seconds=profile.forward_seconds * factor,
+        backward_seconds=profile.backward_seconds * factor,
+    )
 
 
 def _profile(layer: Layer, output: TensorSpec, runs: _Runs) -> LayerProfile:

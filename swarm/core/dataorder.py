@@ -6,7 +6,7 @@ asks, whenever, gets the same ids, and every pass over the data visits every sam
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 ROUNDS = 8
@@ -68,11 +68,58 @@ def feeder_of(step: int, index: int, shares: Sequence[int]) -> int:
     many steps in a row as the shares (without their common divisor) sum to, every feeder feeds
     each index exactly as often as its share says.
     """
-    divisor = math.gcd(*shares)
-    reduced = tuple(share // divisor for share in shares)
-    total = sum(reduced)
+    reduced, total = _reduced(tuple(shares))
     block, place = divmod(step * _stride(total) % total + index, BLOCK_TURNS)
     return _turns(block * BLOCK_TURNS, reduced)[place]
+
+
+@lru_cache(maxsize=16)
+def _reduced(shares: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Return shares without their common divisor, and their sum."""
+    divisor = math.gcd(*shares)
+    reduced = tuple(share // divisor for share in shares)
+    return reduced, sum(reduced)
+
+
+@lru_cache(maxsize=4)
+def _feeders_of(step: int, count: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(feeder_of(step, place, shares) for place in range(count))
+
+
+class Turns:
+    """Who feeds which microbatch by one plan.
+
+    Of the step in hand at its Resume only what some stage lacks is fed. That is dealt anew, in even
+    parts: what was left of everybody's turns is not even when feeders have come or gone, and the
+    step would wait for who has most of it.
+    """
+
+    def __init__(self, shares: Sequence[int], microbatches: int) -> None:
+        self._shares = tuple(shares)
+        self._microbatches = microbatches
+        self._first = -1
+        self._places: dict[int, int] = {}
+
+    def resume(self, step: int, needs: Mapping[int, int]) -> None:
+        """Take `step` up again: `needs` are the indices that are missing, each with a number for
+        the stages that lack it. Those of one number are dealt evenly, since they cost the same."""
+        self._first = step
+        ordered = sorted(needs, key=lambda index: (needs[index], index))
+        self._places = {index: place for place, index in enumerate(ordered)}
+
+    def feeder_of(self, step: int, index: int) -> int | None:
+        """Return which feeder feeds microbatch (step, index); None if nobody does."""
+        place = self._places.get(index) if step == self._first else index
+        return None if place is None else self._feeders(step)[place]
+
+    def indices_of(self, step: int, feeder: int) -> list[int]:
+        """Return what one feeder feeds in a step, in order."""
+        indices = self._places if step == self._first else range(self._microbatches)
+        dealt = zip(indices, self._feeders(step), strict=False)
+        return [index for index, number in dealt if number == feeder]
+
+    def _feeders(self, step: int) -> tuple[int, ...]:
+        return _feeders_of(step, self._microbatches, self._shares)
 
 
 @lru_cache(maxsize=64)

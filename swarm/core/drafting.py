@@ -20,16 +20,25 @@ from swarm.core.roles import (
     follow_aims,
     let_stand_by,
     part,
+    pass_seconds,
     promote,
+    slowest_seconds,
     survivors,
     take_in,
 )
-from swarm.core.scheduling.planning import feeding_members, first_plan, members_of
+from swarm.core.scheduling.planning import (
+    candidates_of,
+    feeding_members,
+    first_plan,
+    members_of,
+)
 from swarm.core.step import step_coordinator_of
 from swarm.errors import NoFeasiblePlan
 
 __all__ = ["NoHolder", "Situation", "next_draft"]
 
+RESTART_PAUSE_SECONDS = 0.1
+"""What a repair takes beside the work that is under way."""
 RESTART_SECONDS = 60.0
 """How long a stage without a holder waits for one to come back."""
 
@@ -61,9 +70,14 @@ def _next_draft(situation: Situation, gone: Mapping[Member, str]) -> Draft | NoH
     idle = situation.settled and _idle(situation.body, gone)
     if situation.lost_work or (gone and not idle):
         return _repair(situation, gone)
-    if situation.settled and situation.version < situation.manifest.training.steps:
-        return _planned(situation, gone)
-    return None
+    if situation.version >= situation.manifest.training.steps:
+        return None
+    promoted = _promoted(situation, gone)
+    if promoted is not None:
+        return promoted
+    if situation.settled:
+        return _planned(situation, gone) if situation.improves else None
+    return _joined(situation, gone) if situation.pending else None
 
 
 # --- who is there ----------------------------------------------------------------------------
@@ -118,6 +132,35 @@ def _repair(situation: Situation, gone: Mapping[Member, str]) -> Draft | NoHolde
     if not feeding_members(roles.candidates, roles.groups):
         return _without_feeders(roles, situation.version, situation.header.lineage)
     return draft_of(roles, "repair", situation.version, situation.header.lineage)
+
+
+def _promoted(situation: Situation, gone: Mapping[Member, str]) -> Draft | None:
+    """Give work to who is ready in the middle of a step, if what is left of the step takes so much
+    less time with it that beginning anew costs less."""
+    waiting = any(not each.reason for each in situation.body.standby)
+    if not (situation.settled or situation.pending) or gone or not waiting:
+        return None
+    before, roles = survivors(situation, gone), survivors(situation, gone)
+    promote(roles, situation.version + 1)  # others would have to fetch what they lack first
+    if roles.groups == before.groups:
+        return None
+    problem = roles.problem
+    seconds = [slowest_seconds(each, problem) for each in (before, roles)]
+    saved = situation.step_left_seconds * (1.0 - seconds[1] / seconds[0])
+    if saved <= RESTART_PAUSE_SECONDS + pass_seconds(roles, problem):
+        return None
+    return draft_of(roles, "repair", situation.version, situation.header.lineage)
+
+
+def _joined(situation: Situation, gone: Mapping[Member, str]) -> Draft | None:
+    """While the newest plan waits for the end of the step, newcomers get into the one that takes
+    its place, so that they can fetch what they need."""
+    roles = survivors(situation, gone)
+    take_in(roles, gone)
+    if set(roles.members) == set(candidates_of(situation.body)):
+        return None
+    (situation.place or follow_aims)(roles)
+    return draft_of(roles, "planned", situation.version + 1, situation.header.lineage)
 
 
 def _without_feeders(roles: Roles, from_step: int, lineage: int) -> Draft | NoHolder:

@@ -6,6 +6,8 @@ The rule: an index enters once. Whoever adds a gradient adds the index in the sa
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from protocol.messages import Flag
 
 
@@ -21,6 +23,7 @@ class Ledger:
         self._weights: dict[int, int] = {}
         self._losses: dict[int, float] = {}
         self._flags: dict[int, str] = {}
+        self._bits = bytearray((microbatches + 7) // 8)
 
     def __contains__(self, index: int) -> bool:
         return index in self._weights
@@ -35,6 +38,7 @@ class Ledger:
         if index in self._weights:
             raise DoubleCount(f"index {index} is in the ledger already")
         self._weights[index] = weight
+        self._bits[index // 8] |= 1 << index % 8
         if nonfinite:
             self._flags[index] = nonfinite
         else:
@@ -46,6 +50,7 @@ class Ledger:
         other._weights.update(self._weights)
         other._losses.update(self._losses)
         other._flags.update(self._flags)
+        other._bits[:] = self._bits
         return other
 
     def clear(self) -> None:
@@ -53,11 +58,12 @@ class Ledger:
         self._weights.clear()
         self._losses.clear()
         self._flags.clear()
+        self._bits = bytearray(len(self._bits))
 
     @property
     def bitmap(self) -> bytes:
         """Return the indices as a bitmap: bit i % 8 of byte i // 8 is index i."""
-        return bitmap_of(self._weights, self.microbatches)
+        return bytes(self._bits)
 
     @property
     def weight(self) -> int:
@@ -93,7 +99,8 @@ def indices_of(bitmap: bytes, microbatches: int) -> tuple[int, ...]:
     """
     if len(bitmap) != (microbatches + 7) // 8:
         raise ValueError(f"bitmap of {len(bitmap)} bytes for {microbatches} microbatches")
-    indices = tuple(i for i in range(len(bitmap) * 8) if bitmap[i // 8] >> i % 8 & 1)
+    bits = np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8), bitorder="little")
+    indices = tuple(np.flatnonzero(bits).tolist())
     if indices and indices[-1] >= microbatches:
         raise ValueError(f"bitmap has index {indices[-1]} of {microbatches} microbatches")
     return indices

@@ -210,6 +210,11 @@ class Membership:
             )
         )
 
+    def is_suspect(self, peer: PeerId) -> bool:
+        """Return whether a peer is one of the `suspects`."""
+        watched = self._watched.get(peer)
+        return watched is not None and bool(watched.suspicion or watched.charge)
+
     def boot_of(self, peer: PeerId) -> int:
         """Return the newest boot that was heard of a peer; 0 if none was."""
         return self._boots.get(peer, 0)

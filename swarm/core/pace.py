@@ -61,6 +61,12 @@ class Pace:
         """How soon a leader thinks again: what a draft costs grows with the swarm."""
         return 0.0 if self.is_small else self.members / 1000
 
+    @property
+    def improvement_pause_seconds(self) -> float:
+        """How soon a leader thinks again of a plan that loses nothing: it asks for all that is
+        known of the links."""
+        return 0.0 if self.is_small else self.members / 100
+
 
 def listeners_of(
     leader: PeerId | None, council: Sequence[PeerId], pace: Pace, unheard: Container[PeerId] = ()

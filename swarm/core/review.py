@@ -30,10 +30,10 @@ from protocol.records import (
 from protocol.signing import PeerId, verify
 from swarm.core.chain import legal_council_change
 from swarm.core.evidence import OBSERVERS, REPORT_MISSING
-from swarm.core.roles import LINKS_FAIL
+from swarm.core.roles import LINKS_FAIL, most_failing
 from swarm.core.scheduling.aims import aimed, aims_of, bound_to_feed, step_seconds
 from swarm.core.scheduling.cost import predict
-from swarm.core.scheduling.horizon import LONGEST_SECONDS
+from swarm.core.scheduling.horizon import LONGEST_SECONDS, SHORTEST_SECONDS
 from swarm.core.scheduling.planning import (
     candidates_of,
     evicted,
@@ -53,9 +53,7 @@ QUALITY_TOLERANCE = 0.1
 """By how much a plan may be worse than the reviewer's own greedy answer."""
 TOO_POOR = "quality: "
 OLD_ESTIMATES = 6
-"""Estimates may be this many numbers behind the newest that the reviewer knows."""
-MOST_FAILING = 8
-"""One of so many members may stand by since its links keep failing, or one."""
+"""The reviewer's own estimates may be this many numbers behind what it has told last."""
 
 
 class PlanLike(Protocol):
@@ -83,6 +81,8 @@ class ReviewContext:
     """Recent ones; whoever is not in here is believed to be as ready as the leader says."""
     boots: Mapping[PeerId, int] = field(default_factory=dict)
     """Newest boot that the reviewer has heard of each peer."""
+    me: PeerId = ""
+    """Who reviews."""
     estimates: Mapping[PeerId, Signed] = field(default_factory=dict)
     """The newest signed Estimates that the reviewer has of each peer, checked; its own too."""
     horizon_seconds: float = LONGEST_SECONDS
@@ -112,6 +112,8 @@ def review(
         if not _repeats(body, previous):
             _check_step_seconds(body, estimates, context)
             _check_quality(header, body, estimates, previous, context)
+            if header.kind == "planned":
+                _check_age(body, estimates, context)
     except RemoteProtocolError as refusal:
         return str(refusal)
     return ""
@@ -225,6 +227,10 @@ def _check_members(body: PlanBody, previous: PlanLike, context: ReviewContext) -
     for peer, candidate in candidates_of(body).items():
         boot = candidate.member.boot
         if before.get(peer) == boot:
+            if candidate != known[peer]:
+                raise RemoteProtocolError(
+                    f"members: {peer} is kept, with another record or join request than before"
+                )
             continue
         if boot < before.get(peer, 0):
             raise RemoteProtocolError(
@@ -322,8 +328,7 @@ def _opened(evidence: Sequence[Signed], purpose: str, kind: type[R]) -> Iterator
 def _checked_estimates(
     body: PlanBody, evidence: Sequence[Signed], context: ReviewContext
 ) -> dict[PeerId, Signed]:
-    """Return the estimates by which a plan was made: one of each member at most, of its boot, and
-    not much older than what the reviewer knows of it (or has said itself)."""
+    """Return the estimates by which a plan was made: one of each member at most, of its boot."""
     boots = {member.peer: member.boot for member in members_of(body)}
     found: dict[PeerId, Signed] = {}
     sequences: dict[PeerId, int] = {}
@@ -337,15 +342,24 @@ def _checked_estimates(
             raise RemoteProtocolError(f"estimates: {signed.signer} signs for another run")
         if boots.get(told.peer) == told.boot and told.sequence >= sequences.get(told.peer, 0):
             found[told.peer], sequences[told.peer] = signed, told.sequence
-    for peer, signed in context.estimates.items():
-        known = decode_record(signed.payload, Estimates)
-        least = known.sequence - OLD_ESTIMATES
-        if boots.get(peer) == known.boot and sequences.get(peer, 0) < least:
-            raise RemoteProtocolError(
-                f"estimates: those of {peer} have number {sequences.get(peer, 0)}, number "
-                f"{known.sequence} is known"
-            )
     return found
+
+
+def _check_age(body: PlanBody, estimates: Mapping[PeerId, Signed], context: ReviewContext) -> None:
+    """The leader knows about what the reviewer has told of itself. What others have told may be on
+    its way, or cannot reach the leader; and a repair waits for nothing."""
+    own = context.estimates.get(context.me)
+    if own is None or Member(context.me, decode_record(own.payload, Estimates).boot) not in set(
+        members_of(body)
+    ):
+        return
+    said = decode_record(own.payload, Estimates).sequence
+    given = estimates.get(context.me)
+    number = decode_record(given.payload, Estimates).sequence if given is not None else 0
+    if number < said - OLD_ESTIMATES:
+        raise RemoteProtocolError(
+            f"estimates: those of {context.me} have number {number}, it has told number {said}"
+        )
 
 
 def _repeats(body: PlanBody, previous: PlanLike) -> bool:
@@ -363,12 +377,31 @@ def _check_step_seconds(
     body: PlanBody, estimates: Mapping[PeerId, Signed], context: ReviewContext
 ) -> None:
     problem = problem_of(context.manifest.training, body.members, body.requests, estimates)
+    _check_windows(problem, body)
     expected = predict(problem, assignment_of(body), flow_of(body)).kept_seconds
     if not abs(body.step_seconds - expected) <= STEP_SECONDS_TOLERANCE * expected:
         raise RemoteProtocolError(
             f"step_seconds: the plan claims {body.step_seconds:.4g} s, the model says "
             f"{expected:.4g} s"
         )
+
+
+def _check_windows(problem: Problem, body: PlanBody) -> None:
+    """No replica takes more microbatches than a step has, nor than its memory holds, if it takes
+    more at all than a pipeline needs that takes backward before forward."""
+    assignment = assignment_of(body)
+    most = problem.terms.microbatches_per_step
+    for stage, (plan, group) in enumerate(zip(body.stages, assignment.groups, strict=True)):
+        if plan.window <= len(body.stages) - stage + 1:
+            continue
+        kept = sum(each.activation_bytes for each in problem.layers[plan.first : plan.last])
+        state = problem.terms.state_ratio * problem.parameter_bytes(plan.first, plan.last)
+        least = min(problem.peers[peer].memory_bytes for peer in group)
+        if plan.window > most or state + plan.window * kept > least:
+            raise RemoteProtocolError(
+                f"window: stage {stage} takes {plan.window} microbatches at a time; a step has "
+                f"{most}, and each needs {kept} of {least:.4g} bytes"
+            )
 
 
 def _check_quality(
@@ -386,19 +419,36 @@ def _check_quality(
     if header.kind != "planned" or not same_lineage or not context.judges_quality:
         return
     failing = [each for each in body.standby if each.reason == LINKS_FAIL]
-    if len(failing) > max(1, len(body.members) // MOST_FAILING):
+    if len(failing) > most_failing(len(body.members)):
         raise RemoteProtocolError(
             f"links: those of {len(failing)} of {len(body.members)} members are said to fail"
         )
-    problem, index, greedy = _greedy(body, estimates, previous, context)
+    refusals = []
+    for horizon in (context.horizon_seconds, SHORTEST_SECONDS, LONGEST_SECONDS):
+        refusal = _poverty(body, estimates, previous, context, horizon)
+        if not refusal:
+            return
+        refusals.append(refusal)
+    raise RemoteProtocolError(refusals[0])
+
+
+def _poverty(
+    body: PlanBody,
+    estimates: Mapping[PeerId, Signed],
+    previous: PlanLike,
+    context: ReviewContext,
+    horizon_seconds: float,
+) -> str:
+    """Return how much better greedy moves would be, if plans last for so long; "" if hardly. Who
+    has just come knows less than others of how long they do."""
+    problem, index, greedy = _greedy(body, estimates, previous, context, horizon_seconds)
     if greedy is None:
-        return
+        return ""
     mine = step_seconds(problem, greedy)
     theirs = step_seconds(problem, aims_of(problem, body, index))
-    if theirs > mine * (1 + QUALITY_TOLERANCE):
-        raise RemoteProtocolError(
-            f"{TOO_POOR}the plan leads to {theirs:.4g} s per step, greedy moves to {mine:.4g} s"
-        )
+    if theirs <= mine * (1 + QUALITY_TOLERANCE):
+        return ""
+    return f"{TOO_POOR}the plan leads to {theirs:.4g} s per step, greedy moves to {mine:.4g} s"
 
 
 def _greedy(
@@ -406,6 +456,7 @@ def _greedy(
     estimates: Mapping[PeerId, Signed],
     previous: PlanLike,
     context: ReviewContext,
+    horizon_seconds: float,
 ) -> tuple[Problem, dict[Member, int], Assignment | None]:
     """Return the problem of the members of a plan, their numbers in it, and what greedy moves make
     of the plan before; None if that has nobody left for a stage, or to feed."""
@@ -416,7 +467,7 @@ def _greedy(
         body.requests,
         estimates,
         before=before,
-        horizon_seconds=context.horizon_seconds,
+        horizon_seconds=horizon_seconds,
     )
     index = {each: i for i, each in enumerate(members_of(body))}
     workers = tuple(
@@ -448,7 +499,7 @@ def better_plan(
 
     Raises RemoteProtocolError as `review` would."""
     estimates = _checked_estimates(body, evidence, context)
-    problem, _, greedy = _greedy(body, estimates, previous, context)
+    problem, _, greedy = _greedy(body, estimates, previous, context, context.horizon_seconds)
     if greedy is None:
         return None
     candidates = list(candidates_of(body).values())

@@ -38,9 +38,12 @@ from swarm.core.scheduling.planning import (
     stage_bytes,
 )
 from swarm.core.scheduling.problem import Assignment, Problem, Standby
+from swarm.core.scheduling.rebalance import stage_seconds
 from swarm.core.scheduling.snapshot import assignment_of, flow_of
 
 LINKS_FAIL = "its links keep failing"
+MOST_FAILING = 8
+"""One of so many members may stand by for that reason by a planned plan, or one."""
 REWIRED = 0.95
 
 
@@ -66,6 +69,11 @@ class Situation:
     """Pairs of peers that keep losing what they send each other."""
     settled: bool = False
     """Every replica of the newest plan is active and has resumed."""
+    pending: bool = False
+    """The newest plan waits for the end of a step: every replica of it that works, works by the one
+    before, and has resumed."""
+    step_left_seconds: float = 0.0
+    """How long the step in hand may take yet, by the one before."""
     version: int = 0
     """The newest committed version known."""
     waited_seconds: float = 0.0
@@ -74,6 +82,8 @@ class Situation:
     """What members have measured: checked, signed `Estimates`."""
     horizon_seconds: float = LONGEST_SECONDS
     """How long a plan is expected to last."""
+    improves: bool = True
+    """Whether plans that lose nothing are thought of now."""
     is_calm: bool = False
     """Improvements that nobody needs have to wait."""
     place: "Placing | None" = None
@@ -219,6 +229,26 @@ def promote(roles: Roles, version: int) -> None:
                 roles.news.append(f"{member.peer} is ready for stage {stage}")
 
 
+def slowest_seconds(roles: Roles, problem: Problem) -> float:
+    """Return seconds per microbatch of the slowest stage, by what its replicas can compute, send
+    and receive."""
+    number = {each.member: i for i, each in enumerate(roles.candidates)}
+    return max(
+        stage_seconds(problem, layers, [number[member] for member in group])
+        for layers, group in zip(roles.ranges, roles.groups, strict=True)
+    )
+
+
+def pass_seconds(roles: Roles, problem: Problem) -> float:
+    """Return what a microbatch takes on the slowest replicas of all stages: what is under way when
+    work begins anew."""
+    number = {each.member: i for i, each in enumerate(roles.candidates)}
+    return sum(
+        problem.seconds(*layers) / min(problem.peers[number[member]].speed for member in group)
+        for layers, group in zip(roles.ranges, roles.groups, strict=True)
+    )
+
+
 def part(roles: Roles) -> None:
     """Of two that keep losing what they send each other, let one stand by for its stage: of those
     that can be spared, who is in most pairs, then who has most others to replace it."""
@@ -240,6 +270,11 @@ def part(roles: Roles) -> None:
         roles.standby[stage].append(member)
         roles.reasons[member] = LINKS_FAIL
         roles.news.append(f"{member.peer} stands by: {LINKS_FAIL}")
+
+
+def most_failing(members: int) -> int:
+    """Return how many may be said to have links that keep failing: a leader could say it of all."""
+    return max(1, members // MOST_FAILING)
 
 
 def let_stand_by(roles: Roles, members: Sequence[Member]) -> None:
@@ -297,7 +332,10 @@ def follow_aims(roles: Roles) -> None:
     for member in [member for member in roles.reasons if not roles.parted(member)]:
         if roles.reasons[member] == LINKS_FAIL:
             del roles.reasons[member]
-    parted = [number[member] for member in members if roles.reasons.get(member) == LINKS_FAIL]
+    failing = [member for member in members if roles.reasons.get(member) == LINKS_FAIL]
+    for member in failing[most_failing(len(members)) :]:  # no work either while they are apart
+        del roles.reasons[member]
+    parted = [number[member] for member in failing if member in roles.reasons]
     workers = tuple(tuple(sorted(number[each] for each in group)) for group in roles.groups)
     feeding = bound_to_feed(problem, workers)
     target = {} if situation.is_calm else dict(situation.target)

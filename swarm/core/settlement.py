@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from protocol.messages import Account, Held, Report, Settlement, Totals
 from protocol.records import PlanBody
 from protocol.signing import PeerId
-from swarm.core.ledger import bitmap_of, mask_of
+from swarm.core.ledger import bitmap_of, indices_of, mask_of
 from swarm.core.step import ranges_of_stages, replicas_of
 
 
@@ -83,6 +83,17 @@ def replayed_indices(stages: Sequence[Settlement], microbatches: int) -> int:
         somewhere |= mask
         everywhere &= mask
     return (somewhere & ~everywhere).bit_count()
+
+
+def needs_of(stages: Sequence[Settlement], microbatches: int) -> dict[int, int]:
+    """Return the indices that some stage lacks, each with a mask of the stages that lack it.
+
+    Raises ValueError if they are none of a step's."""
+    needs: dict[int, int] = {}
+    for stage, settlement in enumerate(stages):
+        for index in indices_of(settlement.missing, microbatches):
+            needs[index] = needs.get(index, 0) | 1 << stage
+    return needs
 
 
 def _held_of(

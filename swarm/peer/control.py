@@ -67,12 +67,13 @@ from protocol.signing import Identity, PeerId
 from swarm.core import membership, voting
 from swarm.core.agreement import Agreement
 from swarm.core.ballots import Draft
-from swarm.core.chain import Plan
+from swarm.core.chain import Key, Plan
 from swarm.core.changes import LEAST_BYTES, changes_of, rebuilt_body
 from swarm.core.council import majority_rtt_seconds
 from swarm.core.effects import Send
 from swarm.core.measuring.measured import check_estimates
 from swarm.core.membership import Membership
+from swarm.core.memo import by_pair
 from swarm.core.pace import HEARTBEAT_SECONDS, LEADER_BEAT_SECONDS, SMALL, Pace, consents_now
 from swarm.core.review import ReviewContext, better_plan, is_too_poor, review
 from swarm.core.roles import Placing
@@ -115,6 +116,8 @@ OVERDUE_LOOK_SECONDS = 1.0
 """How often voters look who is awaited for too long."""
 RETELL_SECONDS = 2.0
 """Who was told of the newest plan so recently may have it on its way."""
+CATCH_UP_SECONDS = 1.0
+"""How long a member of a large swarm waits for a plan of which it has heard."""
 TABLE_SECONDS = 0.5
 """How long `swarm status` waits for the leader's table, and how old one may be."""
 
@@ -167,6 +170,9 @@ class Control:
             wake=lambda: self._wake.set(),
         )
         self._before = self._before_newest = agreement.newest
+        self._adopted_at = -math.inf
+        self._told_as: tuple[Key, Certified, Changed | None] | None = None
+        """How the plan with this key is told."""
         self._directory = [agreement.newest.body]
         links.directory = self._record_of
         self.beat: LeaderBeat | None = None
@@ -186,11 +192,14 @@ class Control:
         self._consented_at = 0.0
         self._consent_turn = 0
         self._fetching: set[PeerId] = set()
+        self._is_catching_up = False
         self._heard_candidates: set[PeerId] = set()
         """Whose candidate plan for the newest plan has been looked at: checking one costs."""
         self._told: dict[PeerId, tuple[object, float]] = {}
         """Of which plan a peer was told last, and when."""
         self._overdue_at = self._ask_at = 0.0
+        self._looks_at = 0.0
+        """When `run` looks next whether something is due."""
         self._leads = trio.Event()
         self._news = trio.Event()
         """There is something about this peer that others wait to hear."""
@@ -293,10 +302,15 @@ class Control:
         self._perform(self.agreement.start(trio.current_time()))
         while True:
             self._wake = trio.Event()
-            due = min(self.agreement.deadline, self.members.deadline, self._draft_at())
-            with trio.move_on_at(min(due, trio.current_time() + self._longest_seconds)):
+            self._looks_at = min(self._due_at, trio.current_time() + self._longest_seconds)
+            with trio.move_on_at(self._looks_at):
                 await self._wake.wait()
             self._expire()
+
+    @property
+    def _due_at(self) -> float:
+        """Return when something is to be done next, if nothing happens before."""
+        return min(self.agreement.deadline, self.members.deadline, self._draft_at())
 
     @property
     def _longest_seconds(self) -> float:
@@ -464,8 +478,9 @@ class Control:
                 self._perform(self.agreement.handle(peer, message, now, self._judge))
             case other:
                 raise RemoteProtocolError(f"{type(other).__name__} is not expected here")
-        is_routine = isinstance(message, Ping | Pong | LeaderBeat)
-        if self.agreement.is_voter or not is_routine:
+        # What comes from everybody all the time puts things off. At most a draft is due sooner.
+        is_routine = isinstance(message, Ping | Pong | Heartbeat | LeaderBeat | Measured)
+        if not is_routine or self._draft_at() < self._looks_at:
             self._wake.set()
 
     # --- joining ---------------------------------------------------------------------------
@@ -516,6 +531,21 @@ class Control:
         """Nobody could work by a malformed plan: it is not adopted."""
         check_once(body, self.manifest, self.layers)
 
+    async def catch_up(self, peer: PeerId) -> None:
+        """Get the plans that this peer lacks from one that speaks by a newer one. Of many, some
+        hear of it by others before the leader's word arrives: that is given a moment."""
+        if self._is_catching_up:
+            return
+        if not self.roster.pace.is_small:
+            before, self._is_catching_up = self.plan.key, True
+            try:
+                await trio.sleep(CATCH_UP_SECONDS)
+            finally:
+                self._is_catching_up = False
+            if self.plan.key != before:
+                return
+        await self.fetch_chain(peer)
+
     async def fetch_chain(self, peer: PeerId) -> None:
         """Ask a peer for the certified plans that this one lacks; once at a time."""
         if peer in self._fetching:
@@ -540,7 +570,29 @@ class Control:
 
     def send_newest(self, peer: PeerId) -> None:
         """Send the newest certificate to a peer that works by an older plan."""
-        self._links.post(peer, Certified(plan=self.plan.proof))
+        whole, changed = self._newest_told
+        has_before = changed is not None and peer in records_of(self._before_newest.body)
+        self._links.post(peer, changed if changed is not None and has_before else whole)
+
+    @property
+    def is_being_told(self) -> bool:
+        """Return whether the leader has just begun to tell the many of a large swarm of the newest
+        plan, so that others need not."""
+        is_new = trio.current_time() < self._adopted_at + RETELL_SECONDS
+        return is_new and not self.roster.pace.is_small
+
+    @property
+    def _newest_told(self) -> tuple[Certified, Changed | None]:
+        """Return the newest plan as it is told, and what is other in it for who has the one before,
+        if that is worth it: the same messages to everybody."""
+        if self._told_as is None or self._told_as[0] != self.plan.key:
+            proof, before, header = self.plan.proof, self._before_newest, self.plan.header
+            changed = None
+            if len(proof.body) >= LEAST_BYTES and before.header.hash == header.predecessor:
+                link = CertifiedPlan(proof.header, b"", proof.certificate)
+                changed = Changed(plan=link, changes=_changes(before.body, self.plan.body))
+            self._told_as = self.plan.key, Certified(plan=proof), changed
+        return self._told_as[1:]
 
     def activate(self, plan: Plan) -> None:
         """Work by `plan` from now on."""
@@ -557,6 +609,7 @@ class Control:
                 member.peer: self.members.boot_of(member.peer)
                 for member in members_of(self.plan.body)
             },
+            me=self.me.peer,
             estimates=self.roster.estimates,
             horizon_seconds=self.leading.horizon_seconds,
             judges_quality=self.leading.place is None,
@@ -578,12 +631,12 @@ class Control:
                     self._retell(peer)
                 case Send(peer, message):
                     self._links.post(peer, message)
-                case Announce(proof):
-                    self._announce(proof)
+                case Announce():
+                    self._announce()
                 case Adopted(plan):
                     self._adopt(plan)
                 case FetchChain(peer):
-                    self._links.start_soon(self.fetch_chain, peer)
+                    self._links.start_soon(self.catch_up, peer)
                 case voting.Leading(term):
                     log.info("leads epoch=%d term=%d", self.plan.header.epoch, term)
                     self.leading.begin()
@@ -602,17 +655,11 @@ class Control:
                     self.leading.look_again()
         self._wake.set()
 
-    def _announce(self, proof: CertifiedPlan) -> None:
-        """Tell everybody of a plan: who has the one before gets what is other in it."""
-        whole, changed = Certified(plan=proof), None
-        before, header = self._before_newest, self.plan.header
-        if len(proof.body) >= LEAST_BYTES and before.header.hash == header.predecessor:
-            link = CertifiedPlan(proof.header, b"", proof.certificate)
-            changed = Changed(plan=link, changes=changes_of(before.body, self.plan.body))
+    def _announce(self) -> None:
+        """Tell everybody of the newest plan: who has the one before gets what is other in it."""
         for peer in self._audience():
-            has_before = changed is not None and peer in records_of(before.body)
             self._note_told(peer)
-            self._links.post(peer, changed if changed is not None and has_before else whole)
+            self.send_newest(peer)
 
     def _take_changed(self, link: CertifiedPlan, changes: bytes, sender: PeerId) -> None:
         """Make a plan of what is other in it, or fetch it where the one before is not at hand."""
@@ -621,13 +668,13 @@ class Control:
             body = rebuilt_body(self.plan.body, changes)
             self._take_certified(CertifiedPlan(link.header, body, link.certificate), sender)
         elif (header.generation, header.epoch) > self.plan.key:
-            self._links.start_soon(self.fetch_chain, sender)
+            self._links.start_soon(self.catch_up, sender)
 
     def _retell(self, peer: PeerId) -> None:
         """Somebody speaks by an older plan: tell it of the newest, unless that is on its way."""
         key, at = self._told.get(peer, (None, 0.0))
         is_on_its_way = key == self.plan.key and trio.current_time() < at + RETELL_SECONDS
-        if not (is_on_its_way and self._links.is_connected(peer)):
+        if not ((is_on_its_way and self._links.is_connected(peer)) or self.is_being_told):
             self._note_told(peer)
             self.send_newest(peer)
 
@@ -637,7 +684,7 @@ class Control:
     def _adopt(self, plan: Plan) -> None:
         log.info("adopted epoch=%d reason=%r", plan.header.epoch, plan.body.reason)
         now, before = trio.current_time(), self._before
-        self._before_newest = before
+        self._before_newest, self._adopted_at = before, now
         sign_at, self.vigil.sign_at = self.vigil.sign_at, None
         self.agree_seconds = now - sign_at if sign_at is not None else None
         self._know(plan)
@@ -748,6 +795,8 @@ class Control:
         while not self.plan.body.stages:
             await self.refresh_table()
             await trio.sleep(max(1.0, len(self.table) / SMALL))
+        if not self.roster.pace.is_small:  # the plan says who they are
+            self.table = ()
 
     async def run_attention(self, awaited: Callable[[], tuple[Sequence[PeerId], float]]) -> None:
         """In a large swarm, hear those whom this peer has waited for, as `awaited` says."""
@@ -885,3 +934,7 @@ class Control:
         """A replica has written its layers. Raises RemoteProtocolError if it may not say so."""
         self.leading.durable(sender, message)
         self._wake.set()
+
+
+# Everybody who tells of a plan asks this of it.
+_changes = by_pair(changes_of)

@@ -37,6 +37,7 @@ from swarm.core.effects import Send
 from swarm.core.holding import Holding
 from swarm.core.model import ModelShape
 from swarm.core.reduction import buckets
+from swarm.core.scheduling.planning import version_before
 from swarm.core.settlement import NoHolder, replayed_indices
 from swarm.core.step import (
     Apply,
@@ -219,8 +220,13 @@ class Epoch:
         return self._hosting.pipeline.samples if self._hosting is not None else 0
 
     @property
+    def computed(self) -> int:
+        """Return how many microbatches went forward and backward here in this epoch."""
+        return self._hosting.pipeline.computed if self._hosting is not None else 0
+
+    @property
     def compute_seconds(self) -> float:
-        """Return how long forward and backward of those samples took."""
+        """Return how long forward and backward of those took."""
         return self._hosting.pipeline.compute_seconds if self._hosting is not None else 0.0
 
     @property
@@ -479,8 +485,17 @@ class Epoch:
                     links=self._links,
                     is_leaver=self._me in self.plan.body.leavers,
                     on_step=self._on_step,
+                    begins_at=self._begins_at,
                 )
         return None
+
+    @property
+    def _begins_at(self) -> int:
+        """Return the version of the groups while a planned change waits for the end of a step; who
+        is new works by no other plan meanwhile, and can fetch that. -1 if it is not known."""
+        header = self.plan.header
+        is_waiting = header.kind == "planned" and header.from_step > 0
+        return version_before(header) if is_waiting and self._holding is None else -1
 
     def _make_feeder(self, me: Member, source: DataSource | None) -> Feeder | None:
         if source is None or all(each.member != me for each in self.plan.body.feeders):

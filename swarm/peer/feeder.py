@@ -14,10 +14,10 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import Backward, Commit, Fence, Forward, Microbatch, Resume
 from protocol.records import Member, PlanBody, Training
 from protocol.signing import PeerId
-from swarm.core.dataorder import feeder_of, sample_ids
-from swarm.core.ledger import indices_of
+from swarm.core.dataorder import Turns, sample_ids
 from swarm.core.model import ModelShape
 from swarm.core.routing import Router, credit_windows
+from swarm.core.settlement import needs_of
 from swarm.core.step import replicas_of
 from swarm.errors import DataError
 from swarm.peer.links import Links
@@ -55,7 +55,8 @@ class Feeder:
     ) -> None:
         self._on_trouble = on_trouble
         self._number = [feeder.member for feeder in body.feeders].index(me)
-        self._shares = [feeder.share for feeder in body.feeders]
+        shares = [feeder.share for feeder in body.feeders]
+        self._turns = Turns(shares, training.microbatches_per_step)
         self._me = me.peer
         self._fence = fence
         self._training = training
@@ -66,6 +67,7 @@ class Feeder:
             replicas_of(body, 0),
             body.wiring[0][self._number],
             credit_windows(body, 0)[self._number],
+            phase=self._number / len(body.feeders),
         )
         self._needs: dict[int, bytes] = {}
         """Indices that the first step misses, with the stages that lack them."""
@@ -82,14 +84,11 @@ class Feeder:
         Raises RemoteProtocolError if they are none of a step's."""
         if self._resumed.is_set():
             return
-        count = self._training.microbatches_per_step
-        needs: dict[int, int] = {}
         try:
-            for stage, settlement in enumerate(message.stages):
-                for index in indices_of(settlement.missing, count):
-                    needs[index] = needs.get(index, 0) | 1 << stage
+            needs = needs_of(message.stages, self._training.microbatches_per_step)
         except ValueError as error:
             raise RemoteProtocolError(f"Resume: {error}") from error
+        self._turns.resume(message.step, needs)
         size = (len(message.stages) + 7) // 8
         self._needs = {index: mask.to_bytes(size, "little") for index, mask in needs.items()}
         self._step = self._first = message.step
@@ -128,21 +127,13 @@ class Feeder:
     async def _read(self, send: trio.MemorySendChannel[_Read]) -> None:
         async with send:
             for step in range(self._first, self._training.steps):
-                for index in self._own_indices(step):
+                for index in self._turns.indices_of(step, self._number):
                     try:
                         read = await self._read_one(Microbatch(step, index))
                     except DataError as error:
                         self._on_trouble(f"feeder {self._me}: mb={step}/{index}: {error.what}")
                         return
                     await send.send(read)
-
-    def _own_indices(self, step: int) -> list[int]:
-        return [
-            index
-            for index in range(self._training.microbatches_per_step)
-            if feeder_of(step, index, self._shares) == self._number
-            and (step > self._first or index in self._needs)
-        ]
 
     async def _read_one(self, mb: Microbatch) -> _Read:
         ids = sample_ids(

@@ -51,9 +51,11 @@ class Follower:
         links: Links,
         is_leaver: bool,
         on_step: Callable[[], None],
+        begins_at: int = -1,
     ) -> None:
         """`is_leaver`: what this peer holds is others' to fetch until the next commit; `on_step`
-        is called when the version that is held has changed."""
+        is called when the version that is held has changed. `begins_at`: the version that the group
+        has while this plan waits for the end of a step; -1 if that is not known."""
         self.stage = stage
         self.holding = holding
         self._ranges = ranges_of_stages(body)
@@ -65,7 +67,7 @@ class Follower:
         self._links = links
         self._is_free = not is_leaver
         self._on_step = on_step
-        self._group_version = -1
+        self._group_version = begins_at
         self._steps: dict[int, _Step] = {}
         self._collected = -1
         self._commits: deque[tuple[int, Totals]] = deque(maxlen=MAX_COLLECTED_STEPS)
@@ -84,9 +86,15 @@ class Follower:
         return self.holding.version if self.holding is not None else 0
 
     def resume(self, message: Resume) -> None:
-        """The group goes on from this step."""
+        """The group goes on from this step: what passed before is not collected any more, but for
+        the last one, with which who has begun before gets there."""
         self._group_version = message.step
-        self._collected = message.step - 1  # what passed before is not collected any more
+        self._collected = message.step - 1
+        totals = message.totals
+        if totals is not None and self._holds_stage and self.version == self._collected:
+            self._collected -= 1
+            self._commits.append((self.version, totals))
+            self._committed.set()
         self._wake()
 
     def commit(self, message: Commit) -> None:

@@ -87,17 +87,19 @@ class Forwarding:
     def take(
         self, sender: PeerId, message: Forwarded, members: Collection[PeerId]
     ) -> tuple[Member, Message] | None:
-        """Return who says what to this peer; None if it is for another, to whom it is passed on.
+        """Return who says what to this peer; None if it is for another, to whom it is passed on,
+        or by nobody of `members`: who has been left out may not know, and its relay is no liar.
 
-        Raises RemoteProtocolError if it is not signed by one of `members` for this peer, or is
-        nothing that is forwarded."""
+        Raises RemoteProtocolError if it is not signed for this peer, or is nothing that is
+        forwarded."""
         if message.target != self._me.peer:
             if message.letter.signer == sender and message.target in self._links.connected():
                 self._links.post(message.target, message)
             return None
         source = message.letter.signer
         if source not in members:
-            raise RemoteProtocolError(f"{source} is no member, so nothing of it is forwarded")
+            log.info("letter of a stranger peer=%s via=%s", source, sender)
+            return None
         letter = open_signed(message.letter, LETTER_PURPOSE, Letter)
         if (letter.run, letter.target) != (self._run, self._me.peer):
             raise RemoteProtocolError(f"a letter of {source} to {letter.target} is sent here")

@@ -142,6 +142,7 @@ class Hosting:
 
     def resume(self, message: Resume) -> None:
         """All have reported: get to the step in hand."""
+        self.pipeline.resume(message)
         if self.group_coordinator is not None:
             settled = bool(message.stages[self.role.stage].prepared)
             self.group_coordinator.resume(message.step, prepared=settled)

@@ -9,7 +9,15 @@ import math
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Durable, Heartbeat, LostWork
-from protocol.records import Completed, Manifest, Member, PlanBody, Signed
+from protocol.records import (
+    Completed,
+    Estimates,
+    Manifest,
+    Member,
+    PlanBody,
+    Signed,
+    decode_record,
+)
 from protocol.signing import PeerId
 from swarm.core.agreement import Agreement
 from swarm.core.ballots import Draft
@@ -19,6 +27,7 @@ from swarm.core.council import next_council
 from swarm.core.debounce import Debounce
 from swarm.core.drafting import NoHolder, is_needed, next_draft, same_roles
 from swarm.core.losses import Losses
+from swarm.core.measuring.gathering import Gathering
 from swarm.core.membership import Membership
 from swarm.core.memo import by_pair
 from swarm.core.roles import Placing, Situation
@@ -50,6 +59,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """How often a leader thinks again although nothing has changed: evidence gets old."""
+UNCHANGED_SECONDS = 30.0
+"""How often it thinks again of plans that lose nothing although nothing has changed."""
 NOT_SETTLED = frozenset(
     {ReplicaState.WAITING.value, ReplicaState.RECOVERING.value, "measuring", "starting"}
 )
@@ -91,12 +102,20 @@ class Leading:
         self._no_holder_since: float | None = None
         self._changes = Debounce()
         self._solving = Solving()
+        self._gathering = Gathering()
         self._calm = Calm()
         self._horizon = Horizon()
+        self._step_began = -1, 0.0
+        """The step in hand, and when it began."""
+        self._step_seconds = 0.0
+        """What the one before took; 0 if that is not known."""
         self._news = 0
         """Grows with whatever this peer is told that a draft depends on."""
         self._looked: tuple[object, ...] | None = None
         self._looked_at = self._look_at = -math.inf
+        self._improved: tuple[object, ...] | None = None
+        self._improved_at = -math.inf
+        """By what, and when, it was thought of plans that lose nothing."""
         self.trouble = ""
         """Why no plan is possible; "" while one is, or none is needed."""
 
@@ -196,9 +215,9 @@ class Leading:
         """There is a newer plan: most of what was asked for is settled."""
         if not _same_members(self.plan.body, before.body):
             self._horizon.changed(now)
-        if before.body.stages and not _same_roles(self.plan.body, before.body):
+        if not _same_roles(self.plan.body, before.body):
             self._calm.begin(now)
-            is_planned = self.plan.header.kind == "planned"
+            is_planned = before.body.stages and self.plan.header.kind == "planned"
             if is_planned and not _is_needed(self.plan.body, before.body):
                 self._calm.changed(now)
         self._consents.clear()
@@ -218,11 +237,12 @@ class Leading:
         """This peer begins to lead: changes that it has seen when it led before have waited for
         nothing since."""
         self._changes.forget()
-        self._looked = None
+        self.look_again()
 
     def look_again(self) -> None:
         """What was drafted last was not found good."""
-        self._looked = None
+        self._looked = self._improved = None
+        self._improved_at = -math.inf
 
     @property
     def deadline(self) -> float:
@@ -232,14 +252,14 @@ class Leading:
     @property
     def look_at(self) -> float:
         """Return when to look again whether there is one, though nothing has changed."""
-        return min(self._changes.deadline, self._look_at)
+        due = min(self._changes.deadline, self._look_at)
+        if self._looked == self._all_changes:
+            return due
+        return min(due, self._looked_at + self._roster.pace.draft_pause_seconds)
 
     def is_due(self, now: float) -> bool:
         """Return whether something that a draft depends on may be other than at the last one: it
         has changed, or time has passed. In a large swarm changes gather for a moment."""
-        if self._looked != self._all_changes:
-            pause = self._roster.pace.draft_pause_seconds
-            self._look_at = min(self._look_at, self._looked_at + pause)
         return now >= self.look_at
 
     @property
@@ -266,7 +286,7 @@ class Leading:
         if body.ended or body.halted:
             return None
         if not body.stages:
-            return self._first()
+            return self._first(now)
         if self._halt:
             same = halting_plan(body, self._halt)
             return Draft(same, "planned", 0, header.lineage, header.council)
@@ -287,30 +307,35 @@ class Leading:
             self._no_holder_since = None
         return wanted
 
-    def _first(self) -> Draft | None:
+    def _first(self, now: float) -> Draft | None:
         founder = self._candidates.get(self._me.peer)
         if founder is None or self.waiting_for:
             return None
-        candidates = self._all_candidates
-        training, estimates = self._manifest.training, self._roster.estimates
         try:
-            if self._stages or training.slicing.cuts or not self._solves:
-                body = first_plan(training, candidates, self._stages, estimates)
-            else:
-                peers = [each.request.peer for each in candidates]
-                if not self._solving.is_answered(peers):  # the solver is at work
-                    return None
-                assignment = self._solving.answer
-                if assignment is None:  # or has failed
-                    body = first_plan(training, candidates, 0, estimates)
-                else:
-                    body = solved_plan(training, candidates, estimates, assignment)
+            body = self._first_body(now)
         except NoFeasiblePlan as error:
             self.trouble = f"{error.what} ({error.hint})"
             return None
         self.trouble = ""
+        if body is None:
+            return None
         council = next_council(self.plan.header.council, body, frozenset(self._consents))
         return Draft(body, "planned", 0, 0, council)
+
+    def _first_body(self, now: float) -> PlanBody | None:
+        """Return the first plan; None while it waits for measurements or for the solver."""
+        candidates, estimates = self._all_candidates, self._roster.estimates
+        training = self._manifest.training
+        if self._stages or training.slicing.cuts:
+            return first_plan(training, candidates, self._stages, estimates)
+        if self._solves:
+            if not self._solving.is_answered([each.request.peer for each in candidates]):
+                return None
+            if self._solving.answer is not None:
+                return solved_plan(training, candidates, estimates, self._solving.answer)
+        elif not self._is_measured(now):
+            return None
+        return first_plan(training, candidates, 0, estimates)
 
     def _completed(self) -> Completed | None:
         """Return the version that all replicas have written, if it is not named complete yet.
@@ -349,8 +374,11 @@ class Leading:
         heartbeats = self.heartbeats()
         since = self._no_holder_since
         settled = all(self._is_settled(peer, heartbeats) for peer in self._hosting)
+        is_calm = self._calm.is_calm(now) and self.place is None
         if settled:
             self._losses.settled(self.plan.key)
+        version = self.version
+        self._note_version(version, now)
         waiting = [peer for peer, each in heartbeats.items() if each.awaits or each.rollback >= 0]
         return Situation(
             manifest=self._manifest,
@@ -363,14 +391,61 @@ class Leading:
             lost_work=self._losses.reason,
             apart=self._losses.apart(now),
             settled=settled,
-            version=self.version,
+            pending=not settled and self._is_pending(version, heartbeats),
+            step_left_seconds=self._step_left_seconds(now),
+            version=version,
             waited_seconds=now - since if since is not None else 0.0,
             estimates=self._roster.estimates,
             horizon_seconds=self.horizon_seconds,
-            is_calm=self._calm.is_calm(now) and self.place is None,
+            improves=settled and self._improves(heartbeats, is_calm, now),
+            is_calm=is_calm,
             place=self.place,
             target=self._solving.target,
         )
+
+    def _improves(self, heartbeats: dict[PeerId, Heartbeat], is_calm: bool, now: float) -> bool:
+        """Return whether it is time to think of plans that lose nothing: when something is new,
+        which in a large swarm is looked at now and then; or after a while. What is wanted by then
+        is looked at once more when changes have gathered."""
+        waiting = [heartbeats.get(each.member.peer) for each in self.plan.body.standby]
+        known = (
+            *(self.plan.key, self._news, self._members.changes, self._roster.measurements, is_calm),
+            *((each.state, each.stage, each.version) for each in waiting if each is not None),
+        )
+        pause = self._roster.pace.improvement_pause_seconds
+        if known == self._improved:
+            pause = max(pause, UNCHANGED_SECONDS)
+        if now < self._improved_at + pause and math.isinf(self._changes.deadline):
+            return False
+        self._improved, self._improved_at = known, now
+        return True
+
+    def _is_pending(self, version: int, heartbeats: dict[PeerId, Heartbeat]) -> bool:
+        """Return whether the newest plan waits for the end of the step in hand, which goes on by
+        the one before."""
+        header = self.plan.header
+        if header.kind != "planned" or version >= header.from_step:
+            return False
+        told = [heartbeats[peer] for peer in self._hosting if peer in heartbeats]
+        return len(told) == len(self._hosting) and all(
+            each.generation == header.generation
+            and each.active_epoch < header.epoch
+            and each.state not in NOT_SETTLED
+            for each in told
+        )
+
+    def _note_version(self, version: int, now: float) -> None:
+        """Note when steps begin, as far as this peer hears of it."""
+        if version != self._step_began[0]:
+            is_next = version == self._step_began[0] + 1
+            self._step_seconds = now - self._step_began[1] if is_next else 0.0
+            self._step_began = version, now
+
+    def _step_left_seconds(self, now: float) -> float:
+        """Return what is left of the step in hand if it takes as long as the one before, or as the
+        plan promises."""
+        expected = self._step_seconds or self.plan.body.step_seconds
+        return max(0.0, expected - (now - self._step_began[1]))
 
     # --- the full solve -------------------------------------------------------------------
 
@@ -399,10 +474,21 @@ class Leading:
         is_free = not self._stages and not self._manifest.training.slicing.cuts
         if not is_free or self.waiting_for or self._me.peer not in self._candidates:
             return None
-        if not self._solving.is_due(roles, now):
+        if not self._solving.is_due(roles, now) or not self._is_measured(now):
             return None
         problem = problem_for(self._manifest.training, candidates, estimates)
         return self._solving.question(problem, roles, 0, now)
+
+    def _is_measured(self, now: float) -> bool:
+        """Return whether candidates have measured enough for a first plan, or have had the time."""
+        estimates = self._roster.estimates
+        peers = [each.member.peer for each in self._all_candidates]
+        told = {
+            peer: decode_record(estimates[peer].payload, Estimates)
+            for peer in peers
+            if peer in estimates
+        }
+        return self._gathering.is_enough(peers, told, now)
 
     def answered(self, problem: Problem, assignment: Assignment | None) -> PlanBody | None:
         """The solver has ended, perhaps without an answer. Return the plan that this leads to, if
@@ -422,6 +508,8 @@ class Leading:
         Return whether it is. Raises RemoteProtocolError if it is not well-formed."""
         now = self.plan.body
         check_plan(body, self._manifest)
+        if not now.stages or members_of(body) != members_of(now):
+            return False
         self._news += 1
         problem = self._problem_now()
         index = {member: i for i, member in enumerate(members_of(now))}

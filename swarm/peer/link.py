@@ -6,6 +6,7 @@ The rule: what a peer does wrong ends the link and is told to it; what we do wro
 import contextlib
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -124,6 +125,7 @@ class Link:
         self._writers = writers if writers is not None else Writers()
         self._outbox: list[_Queued] = []
         self._numbers = itertools.count()
+        self._writing_bytes = 0
         self._work = trio.Event()
         self._said_goodbye = trio.Event()
         self._ended = False
@@ -237,13 +239,21 @@ class Link:
         await self._stream.aclose()
 
     async def _write(self) -> None:
+        with trio.CancelScope() as patience:
+            await self._write_all(patience)
+        if patience.cancelled_caught:
+            raise PeerUnreachable(self.peer, f"took no {self._writing_bytes} bytes in time")
+
+    async def _write_all(self, patience: trio.CancelScope) -> None:
+        """Write what is queued, until Goodbye; `patience` ends what takes too long. There is one
+        for all frames, since it costs as much as a small frame itself."""
         is_bulk = self.connection.channel == "bulk"
         while True:
             if is_bulk and self._outbox:
                 self._writers.begin(self.peer, trio.current_time())
             while self._outbox:
                 queued = heapq.heappop(self._outbox)
-                await self._write_one(queued)
+                await self._write_one(queued, patience)
                 if isinstance(queued.message, Goodbye):
                     return self._said_goodbye.set()
             if is_bulk:
@@ -251,18 +261,19 @@ class Link:
             self._work = trio.Event()
             await self._work.wait()
 
-    async def _write_one(self, queued: _Queued) -> None:
+    async def _write_one(self, queued: _Queued, patience: trio.CancelScope) -> None:
         head = self.connection.send(queued.message)
         size = len(head) + sum(len(payload) for payload in queued.payloads)
-        with trio.move_on_after(FRAME_GRACE_SECONDS + size / MIN_BYTES_PER_SECOND) as deadline:
-            if size <= SMALL_PAYLOAD_BYTES:
-                await self._stream.send_all(b"".join((head, *queued.payloads)))
-            else:
-                await self._stream.send_all(head)
-                for payload in queued.payloads:
-                    await self._stream.send_all(payload)
-        if deadline.cancelled_caught:
-            raise PeerUnreachable(self.peer, f"took no {size} bytes in time")
+        self._writing_bytes = size
+        seconds = FRAME_GRACE_SECONDS + size / MIN_BYTES_PER_SECOND
+        patience.deadline = trio.current_time() + seconds
+        if size <= SMALL_PAYLOAD_BYTES:
+            await self._stream.send_all(b"".join((head, *queued.payloads)))
+        else:
+            await self._stream.send_all(head)
+            for payload in queued.payloads:
+                await self._stream.send_all(payload)
+        patience.deadline = math.inf
         self._traffic.sent(queued.message, size)
         self._writers.wrote(self.peer, size, trio.current_time())
 

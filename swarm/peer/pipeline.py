@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import trio
 
 from protocol.errors import RemoteProtocolError
-from protocol.messages import Backward, Forward, Microbatch
+from protocol.messages import Backward, Forward, Microbatch, Resume
 from protocol.records import PlanBody, TensorSpec
 from protocol.signing import PeerId
-from swarm.core.dataorder import feeder_of
+from swarm.core.dataorder import Turns
 from swarm.core.ledger import DoubleCount, mask_of
 from swarm.core.routing import Inflow, Router, credit_windows
+from swarm.core.settlement import needs_of
 from swarm.core.step import ReplicaState, Trouble, replicas_of
 from swarm.errors import ModelError
 from swarm.peer.replica import Replica
@@ -68,6 +69,8 @@ class Pipeline:
         self._target = shape.target
         self._output = body.stages[stage].output
         self._most_weight = max(shape.target.elements, replica.training.microbatch_size)
+        shares = [feeder.share for feeder in body.feeders]
+        self._turns = Turns(shares, replica.training.microbatches_per_step)
         place = role.group.index(role.me.peer)
         windows = [row[place] for row in credit_windows(body, stage)]
         self._inflow = Inflow(dict(zip(_sources(body, stage), windows, strict=True)))
@@ -77,6 +80,7 @@ class Pipeline:
                 replicas_of(body, stage + 1),
                 body.wiring[stage + 1][place],
                 credit_windows(body, stage + 1)[place],
+                phase=place / len(role.group),
             )
         self._tasks: list[_Task] = []
         self._work = trio.Event()
@@ -85,13 +89,29 @@ class Pipeline:
         self._without_credit: list[tuple[Forward, Sequence[Buffer]]] = []
         self._sent_to: dict[Microbatch, PeerId] = {}
         self.samples = 0
+        self.computed = 0
+        """Microbatches that went forward and backward here."""
         self.compute_seconds = 0.0
-        """Of forward and backward of all samples so far."""
+        """Of forward and backward of those."""
+        self._spent: dict[Microbatch, float] = {}
+        """Seconds of what is on its way."""
 
     @property
     def queue_length(self) -> int:
         """Return how many tasks wait to be computed."""
         return len(self._tasks)
+
+    def resume(self, message: Resume) -> None:
+        """The step in hand is taken up again: what of it is to be fed is dealt anew.
+
+        Raises RemoteProtocolError if it names indices that are none of a step's."""
+        if self._role.stage > 0:
+            return
+        try:
+            needs = needs_of(message.stages, self._training.microbatches_per_step)
+        except ValueError as error:
+            raise RemoteProtocolError(f"Resume: {error}") from error
+        self._turns.resume(message.step, needs)
 
     def wake(self) -> None:
         """Look at the queue again: the step has moved on."""
@@ -123,9 +143,10 @@ class Pipeline:
             raise RemoteProtocolError(f"mb={mb} came by {message.path} from {sender}")
         if not self._step.version <= mb.step <= self._step.version + 1:
             raise RemoteProtocolError(f"mb={mb} arrives at version {self._step.version}")
-        shares = [feeder.share for feeder in self._role.body.feeders]
-        if stage == 0 and sources[feeder_of(mb.step, mb.index, shares)] != sender:
-            raise RemoteProtocolError(f"mb={mb} is not for {sender} to feed")
+        if stage == 0:
+            feeder = self._turns.feeder_of(mb.step, mb.index)
+            if feeder is None or sources[feeder] != sender:
+                raise RemoteProtocolError(f"mb={mb} is not for {sender} to feed")
         in_hand = mb.step == self._step.version and self._step.is_working
         if in_hand and self._lacks(message, stage) and mb.index in self._executor.ledger:
             raise RemoteProtocolError(f"mb={mb} is in the ledger already")
@@ -147,6 +168,7 @@ class Pipeline:
         self._router.give_back(sender, mb.step)
         self._send_waiting()
         if not message.tensors and not self._wants_gradient(mb):
+            self._spent.pop(mb, None)
             self._answer(mb, message.nonfinite, None)  # only the credit comes back
         else:
             self._push(_Task(mb.step, BACKWARD_RANK, mb.index, message, payload))
@@ -182,7 +204,18 @@ class Pipeline:
             else:
                 before = self._executor.compute_seconds
                 await self._compute(task)
-                self.compute_seconds += self._executor.compute_seconds - before
+                self._note_spent(task, self._executor.compute_seconds - before)
+
+    def _note_spent(self, task: _Task, seconds: float) -> None:
+        """Note what a task has taken: of a microbatch that is done here, and went both ways, all
+        that it has taken counts."""
+        mb, message = task.message.microbatch, task.message
+        seconds += self._spent.pop(mb, 0.0)
+        if mb in self._journeys:
+            self._spent[mb] = seconds
+        elif not message.nonfinite:
+            self.compute_seconds += seconds
+            self.computed += 1
 
     async def _compute(self, task: _Task) -> None:
         """Compute one task. What the model or the sender did wrong stops training, with a reason;

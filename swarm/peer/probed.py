@@ -1,7 +1,7 @@
 """Being probed: how fast the chunks of others come is told to them, if this peer has the time.
 
-The rule: one prober at a time, none while this peer is busy, and no more bytes within an hour than
-the budget holds. What was not granted is not measured, and too much of it ends the link.
+The rule: one prober at a time, in turns, none while this peer is busy, and no more bytes within an
+hour than the budget holds. What was not granted is not measured, and too much of it ends the link.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,8 @@ SERVE_SECONDS = 1.5
 """After its last train a prober is taken to be done."""
 TRAIN_SECONDS = 20.0
 """So long a train that has begun keeps others waiting."""
+PATIENCE_SECONDS = 10.0
+"""So long somebody who was turned away has to ask again before who probed last may."""
 HOUR_SECONDS = 3600.0
 HOURLY_BYTES = 64_000_000
 """Sent in probes within an hour; and as much taken in, from all peers together."""
@@ -61,6 +63,10 @@ class Probed:
         self._is_busy = is_busy
         self._served: _Served | None = None
         self._budget = Budget()
+        self._last: PeerId = ""
+        """Who was granted a probe last: not again before another who has asked since,"""
+        self._turned_away_at = -inf
+        """at this time."""
         self._unwanted: dict[PeerId, int] = {}
         """Bytes that each peer has sent since its last grant, without one."""
 
@@ -94,17 +100,24 @@ class Probed:
     def _take_question(self, peer: PeerId, message: Probe) -> None:
         now = trio.current_time()
         is_other = self.is_serving and self._served is not None and self._served.peer != peer
-        busy = self._is_busy() or is_other or not self._budget.take(0, now)
-        if not busy:
-            self._served = _Served(peer, now + SERVE_SECONDS)
+        is_greedy = peer == self._last and now < self._turned_away_at + PATIENCE_SECONDS
+        busy = self._is_busy() or is_other or is_greedy
+        if busy and peer != self._last:
+            self._turned_away_at = now
+        if not busy and self._budget.take(MAX_CHUNK_BYTES, now):
+            self._served, self._last = _Served(peer, now + SERVE_SECONDS), peer
+            self._turned_away_at = -inf
             self._unwanted.pop(peer, None)
+        else:
+            busy = True
         self._links.post(peer, ProbeAnswer(number=message.number, busy=busy))
 
     def _take_chunk(self, peer: PeerId, message: Probe) -> None:
         now, size = trio.current_time(), message.tensors[0].nbytes
         is_last = message.chunk == message.chunks - 1
-        self._budget.take(size, now)
         served = self._granted(peer, message, now)
+        if not self._budget.take(size, now):
+            served = self._served = None
         if served is None:
             self._drop(peer, size)
             if is_last:

@@ -28,6 +28,7 @@ from protocol.signing import Identity, PeerId
 from swarm.core.measuring.estimation import WINDOW_SECONDS, Average, Probing, Slowdown
 from swarm.core.measuring.measured import Telling, fitting
 from swarm.core.measuring.partners import partners
+from swarm.core.pace import Pace
 from swarm.errors import PeerError
 from swarm.peer.links import Links
 from swarm.peer.probed import Budget
@@ -37,11 +38,13 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 10.0
 """After so long without an answer a probe is given up."""
 NEW_SECONDS = 60.0
-"""For so long a peer looks round every second, whom else there is."""
+"""For so long a peer looks round every second, or of many every moment, whom else there is."""
+LONG_PERIODS = 2
+"""Of heartbeats: in a large swarm a peer then looks round as seldom."""
 CHOOSE_SECONDS = 300.0
 AGAIN_SECONDS = 3600.0
 """So old a measurement of the bandwidth is repeated, unless real transfers have renewed it."""
-RETRY_SECONDS, RETRY_MOST_SECONDS = 20.0, 600.0
+RETRY_SECONDS, RETRY_MOST_SECONDS = 2.0, 600.0
 """How soon one that was busy, or could not be reached, is asked again."""
 PAUSE_SECONDS = 0.25
 """Between two probes of one peer."""
@@ -83,6 +86,7 @@ class Prober:
         peers: Callable[[], Iterable[PeerId]],
         listeners: Callable[[], Iterable[PeerId]],
         rtt_seconds: Callable[[PeerId], float],
+        pace: Callable[[], Pace],
         is_busy: Callable[[], bool],
         work: Callable[[], Work | None],
         on_estimates: Callable[[Estimates, Signed], None],
@@ -97,6 +101,7 @@ class Prober:
         self._peers = peers
         self._listeners = listeners
         self._rtt_seconds = rtt_seconds
+        self._pace = pace
         self._is_busy = is_busy
         self._work = work
         self._on_estimates = on_estimates
@@ -132,7 +137,9 @@ class Prober:
                 await trio.sleep(PAUSE_SECONDS * (1 + self._draw()))
             else:
                 is_new = trio.current_time() < began + NEW_SECONDS
-                await trio.sleep(1.0 if is_new else WINDOW_SECONDS)
+                pace = self._pace()
+                later = max(WINDOW_SECONDS, LONG_PERIODS * pace.heartbeat_seconds)
+                await trio.sleep(pace.moment_seconds if is_new else later)
 
     def tell(self, peers: Iterable[PeerId]) -> None:
         """Let these peers, who are asked to take this one in, know what is known."""

@@ -27,7 +27,9 @@ RECENT_SECONDS, RECENT_PERIODS = 15.0, 3
 """An older heartbeat says nothing about now."""
 RATE_HEARTBEATS = 10
 ROUNDS_PER_PING = 4
-"""In a large swarm, heartbeats for one round trip measured."""
+"""Heartbeats for one round trip measured."""
+LIVES = 0
+"""Number of a Pong that answers no Ping."""
 PINGS_UNDER_WAY = 16
 """A Pong of an older Ping says nothing any more."""
 MAX_MEASURED = 4096
@@ -55,7 +57,9 @@ class Roster:
         self.pace = Pace(0)
         """That of the newest plan."""
         self.changes = 0
-        """Grows whenever a member says something that a plan may depend on."""
+        """Grows whenever a member says something that a plan may depend on,"""
+        self.measurements = 0
+        """or tells what it has measured."""
         self._links = links
         self._seen: dict[PeerId, _Seen] = {}
         self._waiting: set[PeerId] = set()
@@ -68,14 +72,20 @@ class Roster:
     # --- round trips --------------------------------------------------------------------
 
     def ping_all(self, guides: Collection[PeerId]) -> None:
-        """Measure the round trip to every peer with an open link; in a large swarm now and then to
-        `guides` only, since links may be many."""
-        if self.pace.is_small:
-            guides = sorted(self._links.connected())
+        """Measure now and then the round trip to every peer with an open link; in a large swarm to
+        `guides` only, since links may be many. In a small one those that are neither asked nor
+        `guides`, who have been told, hear that this peer lives."""
         self._rounds += 1
-        if self.pace.is_small or self._rounds % ROUNDS_PER_PING == 1:
-            for peer in guides:
+        is_turn = self._rounds % ROUNDS_PER_PING == 1
+        if not self.pace.is_small:
+            for peer in guides if is_turn else ():
                 self.ping(peer)
+            return
+        for peer in sorted(self._links.connected()):
+            if is_turn or peer not in self._pings:
+                self.ping(peer)
+            elif peer not in guides:
+                self._links.post(peer, Pong(number=LIVES))
 
     def ping(self, peer: PeerId) -> None:
         """Ping a peer, dialling it if need be."""
@@ -107,6 +117,7 @@ class Roster:
         has_room = known is not None or len(self._measured) < MAX_MEASURED
         if has_room and is_newer(told, known[0] if known is not None else None):
             self._measured[told.peer] = told, signed
+            self.measurements += 1
 
     # --- heartbeats ----------------------------------------------------------------------
 

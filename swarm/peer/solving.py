@@ -13,6 +13,7 @@ from swarm.core.scheduling.aims import aims_of, step_seconds
 from swarm.core.scheduling.planning import members_of
 from swarm.core.scheduling.problem import Assignment, Problem
 from swarm.core.scheduling.rebalance import HYSTERESIS
+from swarm.core.scheduling.starts import Range, fits
 
 AGAIN_SECONDS = 300.0
 """How soon a problem whose figures alone have changed is solved again."""
@@ -35,6 +36,8 @@ class Solving:
         self._asked_at = 0.0
         self._answered: tuple[PeerId, ...] = ()
         self._is_busy = False
+        self._ranges: tuple[Range, ...] = ()
+        """Of the stages that `target` means."""
         self.answer: Assignment | None = None
         """What the solver found last; None if it found nothing."""
         self.target: Mapping[PeerId, int | str] = {}
@@ -73,10 +76,13 @@ class Solving:
         now = aims_of(problem, body, {each: i for i, each in enumerate(members_of(body))})
         if assignment.ranges != now.ranges or not all(now.groups) or not now.feeders:
             return False
+        if not _fits(problem, assignment):
+            return False
         best = min(step_seconds(problem, now), self._target_seconds(problem, now))
         if not step_seconds(problem, assignment) < best * (1 - HYSTERESIS):
             return False
         reasons = {each.peer: each.reason for each in assignment.standby}
+        self._ranges = assignment.ranges
         self.target = {
             problem.peers[peer].id: stage
             for stage, group in enumerate(assignment.groups)
@@ -87,6 +93,8 @@ class Solving:
     def _target_seconds(self, problem: Problem, now: Assignment) -> float:
         """Return what the present target takes, if there is one and it is for these peers."""
         groups: list[list[int]] = [[] for _ in now.groups]
+        if self._ranges != now.ranges:
+            return float("inf")
         for i, peer in enumerate(problem.peers):
             stage = self.target.get(peer.id)
             if isinstance(stage, int):
@@ -100,9 +108,22 @@ class Solving:
         """There is a newer plan: what leads to the target, or has other stages, ends it."""
         if not self.target:
             return
+        if self._ranges != tuple((stage.first, stage.last) for stage in body.stages):
+            self.target = {}
+            return
         places = {
             each.peer: number for number, stage in enumerate(body.stages) for each in stage.replicas
         } | {each.member.peer: each.stage for each in body.standby if not each.reason}
         wanted = {p: s for p, s in self.target.items() if isinstance(s, int) and p in places}
         if all(places[peer] == stage for peer, stage in wanted.items()):
             self.target = {}
+
+
+def _fits(problem: Problem, assignment: Assignment) -> bool:
+    """Return whether everybody has the memory for its stage: a proposal may be anybody's."""
+    ranges = assignment.ranges
+    return all(
+        fits(problem, peer, ranges, stage)
+        for stage, group in enumerate(assignment.groups)
+        for peer in group
+    )

@@ -149,7 +149,7 @@ class Vigil:
     def reaches(self, peer: PeerId) -> bool:
         """Return whether this peer has a link to another and hears it."""
         return peer == self._me.peer or (
-            self._links.is_connected(peer) and peer not in self.members.suspects
+            self._links.is_connected(peer) and not self.members.is_suspect(peer)
         )
 
     def activated(self) -> None:

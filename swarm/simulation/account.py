@@ -6,6 +6,7 @@ been done again.
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import trio
 
@@ -63,6 +64,8 @@ class Account:
     """(since when, how things are, who), each until the next."""
     worked_seconds: float = 0.0
     ended_at: float = 0.0
+    trouble: str = ""
+    """What the leader said at the end of why nothing goes on."""
     world: World | None = None
     _here: set[int] = field(default_factory=set)
     _key: tuple[int, int] = (-1, 0)
@@ -85,6 +88,7 @@ class Account:
         """The simulation is over: who ends now does not matter."""
         self._closed = True
         self.ended_at = trio.current_time()
+        self.trouble = self._trouble()
 
     def worked(self, number: int, seconds: float) -> None:
         """A peer has computed a task of a microbatch."""
@@ -134,7 +138,38 @@ class Account:
             [numbers[each.member.peer] for each in body.standby],
         )
 
+    def _trouble(self) -> str:
+        assert self.world is not None
+        living = [peer for peer in self.world.peers if self.world.is_alive(peer.number)]
+        controls = [peer.daemon.control for peer in living if peer.daemon is not None]
+        told = [each.trouble for each in controls if each.is_leader and each.trouble]
+        told += [each.trouble for each in controls if each.trouble]
+        text = told[0] if told else "" if controls else "nobody is left"
+        for peer in self.world.peers:
+            text = text.replace(peer.identity.peer, peer.name)
+        return text
+
     # --- what comes of it ------------------------------------------------------------------
+
+    def idle_seconds(self, now: float) -> float:
+        """Return for how long nothing has been committed, from the first plan, or the start, on."""
+        return now - (self.commits[-1].seconds if self.commits else self.began_at or 0.0)
+
+    @property
+    def stands_still(self) -> bool:
+        """Return whether a step was under way at the end for longer than any step took, or none
+        ever was complete."""
+        times = [self.began_at or 0.0, *(commit.seconds for commit in self.commits)]
+        longest = max((late - early for early, late in pairwise(times)), default=0.0)
+        return self.idle_seconds(self.ended_at) > longest
+
+    @property
+    def measured_until(self) -> float:
+        """Return the end of the time to which rates refer: the last commit, since nobody knows how
+        much of the next step is done; the end, where the swarm stands still."""
+        if self.stands_still or not self.commits:
+            return self.ended_at
+        return self.commits[-1].seconds
 
     @property
     def began_at(self) -> float | None:

@@ -4,6 +4,7 @@ The rule: what cannot be written is refused before anything is simulated.
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,36 +32,57 @@ class Wanted:
 
 def simulate_command(wanted: Wanted) -> int:
     """Run `swarm simulate`; return its exit code. Raises ConfigError, SimulationError."""
-    for path in (wanted.trace, wanted.plot):
-        _check_folder(path)
-    if wanted.plot is not None:
-        check_drawing()
+    _check_files(wanted)
     duration = duration_of(wanted.duration) if wanted.duration is not None else None
     scenario = read_scenario(
         wanted.scenario, Overrides(wanted.seed, duration, wanted.network, wanted.churn)
     )
     done = simulate(scenario, whole_trace=wanted.trace is not None)
     report = done.report
-    if wanted.trace is not None:
-        wanted.trace.write_text("".join(f"{line}\n" for line in done.trace), encoding="utf-8")
     if wanted.as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:
         print(told(report))
-    if wanted.plot is not None:
-        draw(report, wanted.plot)
     print(
         f"{span_of(report.summary.virtual_seconds)} of virtual time took "
         f"{span_of(done.cpu_seconds)} of one core",
         file=sys.stderr,
     )
+    if wanted.trace is not None:
+        _write(wanted.trace, "".join(f"{line}\n" for line in done.trace))
+    if wanted.plot is not None:
+        draw(report, wanted.plot)
     return 0
 
 
-def _check_folder(path: Path | None) -> None:
-    if path is not None and not path.parent.is_dir():
-        raise SimulationError(
-            f"{path} cannot be written",
-            evidence=(f"{path.parent} is not a folder",),
-            hint="name a file in a folder that exists",
-        )
+def _check_files(wanted: Wanted) -> None:
+    """Raise SimulationError if what is to be written cannot be, or would replace what is read."""
+    if wanted.plot is not None:
+        check_drawing(wanted.plot)
+    read = [path for path in (wanted.scenario, wanted.network, wanted.churn) if path is not None]
+    written: list[Path] = []
+    for path in (wanted.trace, wanted.plot):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise _unwritable(path, f"{path.parent} is not a folder")
+        if path.is_dir():
+            raise _unwritable(path, f"{path} is a folder")
+        if path.resolve() in [other.resolve() for other in (*read, *written)]:
+            raise _unwritable(path, "another option names the same file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise _unwritable(path, "permission denied")
+        written.append(path)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error.strerror or str(error)) from error
+
+
+def _unwritable(path: Path, why: str) -> SimulationError:
+    return SimulationError(
+        f"{path} cannot be written", evidence=(why,), hint="name another file, in a folder of yours"
+    )

@@ -11,7 +11,7 @@ import trio
 
 from swarm.simulation.account import Account
 from swarm.simulation.conditions import Conditions
-from swarm.simulation.scenario import BYTES_PER_MEGABIT, Scenario, ways_between
+from swarm.simulation.scenario import Scenario, limit_of, ways_between
 from swarm.simulation.scenario_tables import EventTable
 from swarm.simulation.world import World
 
@@ -178,12 +178,12 @@ class Events:
             if event.latency_ms >= 0:
                 country.latencies_seconds[i][j] = event.latency_ms / 1000
             if event.bandwidth_mbps >= 0:
-                country.bandwidths[i][j] = event.bandwidth_mbps * BYTES_PER_MEGABIT
+                country.bandwidths[i][j] = limit_of(event.bandwidth_mbps)
         for number in () if event.regions else victims:
             if event.uplink_mbps >= 0:
-                country.uplinks[number] = event.uplink_mbps * BYTES_PER_MEGABIT
+                country.uplinks[number] = limit_of(event.uplink_mbps)
             if event.downlink_mbps >= 0:
-                country.downlinks[number] = event.downlink_mbps * BYTES_PER_MEGABIT
+                country.downlinks[number] = limit_of(event.downlink_mbps)
         where = " and ".join(event.regions) or _names(victims)
         self._tell(f"other links: {where}")
         self._survey(world)

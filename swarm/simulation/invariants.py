@@ -27,6 +27,8 @@ from swarm.peer.keeping import PLACES
 from swarm.simulation.process import Process
 
 Violate = Callable[[str, str], None]
+MOST_BODIES = 32
+"""So many plans are kept, and as many more as peers are at."""
 Key = tuple[Any, int]
 """Generation and epoch."""
 
@@ -54,11 +56,16 @@ class Invariants:
         header = self._newest.get(number)
         return (header, self._bodies.get(header.body_hash)) if header is not None else None
 
+    @property
+    def kept_bodies(self) -> int:
+        """Return how many plans' bodies are kept."""
+        return len(self._bodies)
+
     def saved(self, process: Process, name: str, data: bytes) -> None:
         """A peer has made something durable."""
         if name in PLACES:
             digest, body = hash_of_body(data), decode_record(data, PlanBody)
-            self._bodies[digest] = body
+            self._keep_body(digest, body)
         if name != HARD_STATE:
             return
         state = decode_record(data, HardState)
@@ -78,11 +85,21 @@ class Invariants:
 
     # --- inside ------------------------------------------------------------------------
 
+    def _keep_body(self, digest: bytes, body: PlanBody) -> None:
+        """Keep a body; the oldest that nobody has as its newest plan any more is forgotten."""
+        self._bodies[digest] = body
+        if len(self._bodies) > MOST_BODIES:
+            used = {header.body_hash for header in self._newest.values()}
+            for old in list(self._bodies)[:-1]:
+                if old not in used:
+                    del self._bodies[old]
+                    return
+
     def _certified(self, process: Process, proof: CertifiedPlan) -> None:
         assert proof.certificate is not None
         name = (sha256(proof.header), sha256(proof.certificate.ballot))
         if proof.body:
-            self._bodies[hash_of_body(proof.body)] = decode_record(proof.body, PlanBody)
+            self._keep_body(hash_of_body(proof.body), decode_record(proof.body, PlanBody))
         if name in self._proofs:
             return
         self._proofs.add(name)

@@ -25,6 +25,8 @@ from swarm.simulation.streams import Half, Path, SimStream, Tap
 DIAL_SECONDS = 5.0
 KEEPALIVE_SECONDS = 30.0
 """After so much silence of a cut or a dead machine the kernel gives a connection up."""
+LEAST_PACE = 0.2
+"""However noisy it is, nothing is done in less than this part of the usual time."""
 FORGETTING_SECONDS = 5.0
 """A longer cut may make something in between forget a connection."""
 
@@ -79,9 +81,12 @@ class SimNetwork:
         tap: Tap,
         weather: Weather | None = None,
         country: Country | None = None,
+        noise: float = 0.0,
     ) -> None:
-        """A `country` says how paths differ, and that large transfers share what they use."""
+        """A `country` says how paths differ, and that large transfers share what they use; what
+        each of those takes varies by a relative standard deviation of `noise`."""
         self.rng = random.Random(f"{seed}/network")
+        self._noise = noise
         self.carriage = Carriage(self.after) if country is not None else None
         self.sent_bytes: dict[int, float] = {}
         self._country = country
@@ -145,6 +150,12 @@ class SimNetwork:
                 path.latency_seconds = self._country.latency_seconds(source, target)
                 path.bytes_per_second = min(pipe.bytes_per_second for pipe in path.pipes)
                 self.carriage.touch(path.pipes)
+
+    def hindered(self, size: float) -> float:
+        """Return how many bytes would take as long, where nothing was noisy."""
+        if not self._noise:
+            return size
+        return size * max(LEAST_PACE, self.rng.gauss(1.0, self._noise))
 
     def wire_bytes(self, number: int, size: int) -> float:
         """Return as how many bytes `size` bytes of tensors count in a frame of this type."""

@@ -13,8 +13,17 @@ MOST_MARKS = 60
 """More events than this are not marked one by one."""
 
 
-def check_drawing() -> None:
-    """Raise SimulationError if pictures cannot be drawn here."""
+KINDS = (".png", ".svg", ".pdf")
+
+
+def check_drawing(path: Path) -> None:
+    """Raise SimulationError if pictures cannot be drawn here, or not in a file of that name."""
+    if path.suffix.lower() not in KINDS:
+        raise SimulationError(
+            f"{path} names no kind of picture",
+            evidence=(f"it does not end with one of {', '.join(KINDS)}",),
+            hint="call it something.png",
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise SimulationError(
             "a picture needs matplotlib, which is not installed",
@@ -26,7 +35,7 @@ def draw(report: Report, path: Path) -> None:
     """Write a picture to a file; its name says of which kind (.png, .svg, .pdf).
 
     Raises SimulationError if matplotlib is not installed, or the file cannot be written."""
-    check_drawing()
+    check_drawing(path)
     # Imported here: it is optional, and takes a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

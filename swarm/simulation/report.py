@@ -1,7 +1,7 @@
 """What came of a simulation: for programs as JSON, for people as text.
 
-The rule: rates are microbatches of committed steps per virtual second, from the first plan on, and
-stand beside what the peers alive at that time could have carried.
+The rule: rates are microbatches of committed steps per virtual second, from the first plan on to
+the last commit, and stand beside what the peers alive at that time could have carried.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,6 +44,10 @@ class Summary:
     virtual_seconds: float
     began_at_seconds: float | None
     """When the first plan was certified: rates count from then on."""
+    measured_until_seconds: float
+    """Up to then: the last commit, or the end if the swarm stands still."""
+    trouble: str
+    """Why it stands still at the end, in its leader's words; "" if it does not."""
     steps: int
     microbatches: int
     microbatches_per_second: float
@@ -80,7 +84,7 @@ class Report:
 
 def make_report(scenario: Scenario, account: Account, bounds: UpperBounds) -> Report:
     """Return what came of a simulation."""
-    begin, end = account.began_at, account.ended_at
+    begin, end = account.began_at, account.measured_until
     first = end if begin is None else begin
     spans = account.spans(0.0, end)
     moved = account.bytes_by_kind()
@@ -112,7 +116,9 @@ def _summary(
         name=scenario.name,
         seed=scenario.seed,
         rule=scenario.rule,
-        virtual_seconds=end,
+        virtual_seconds=account.ended_at,
+        measured_until_seconds=end,
+        trouble=account.trouble if account.stands_still else "",
         began_at_seconds=begin,
         steps=len(account.commits),
         microbatches=len(account.commits) * scenario.training.microbatches_per_step,
@@ -194,6 +200,11 @@ def _told_summary(summary: Summary) -> str:
             f"  {100 * summary.fraction_of_best_plan:.1f} % of what the best plans that were found "
             f"promise, {summary.best_plan:.4g}"
         )
+    idle = summary.virtual_seconds - summary.measured_until_seconds
+    if idle > 0:
+        lines.append(f"  a step was under way at the end, for {span_of(idle)}: it does not count")
+    if summary.trouble:
+        lines.append(f"  it stood still at the end: {summary.trouble}")
     lines += [
         f"  {summary.plans} plans, {summary.repairs} of them repairs",
         f"  {summary.lost_microbatches:.1f} microbatches of work lost or repeated, "

@@ -3,6 +3,7 @@
 The rule: seconds, bytes and bytes per second, whatever the file says them in.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ class Scenario:
     duration_seconds: float
     """0: until the last step is complete."""
     rule: Rule
+    solver: bool
     noise: float
     checked: bool
     costs: Costs
@@ -75,3 +77,8 @@ def ways_between(peers: Sequence[PeerSpec], regions: Sequence[str]) -> list[tupl
     )
     pairs = [(i, j) for i in one for j in other if i != j]
     return pairs if one == other else pairs + [(j, i) for i, j in pairs]
+
+
+def limit_of(megabits: float) -> float:
+    """Return bytes per second of megabits per second; 0 means no limit."""
+    return megabits * BYTES_PER_MEGABIT or math.inf

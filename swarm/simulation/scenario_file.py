@@ -18,12 +18,12 @@ from swarm.errors import ConfigError
 from swarm.simulation.country import Map
 from swarm.simulation.physics import MEMORY_BYTES, Costs, integer_training
 from swarm.simulation.scenario import (
-    BYTES_PER_MEGABIT,
     GIGA,
     MEGA,
     ChurnLine,
     PeerSpec,
     Scenario,
+    limit_of,
     ways_between,
 )
 from swarm.simulation.scenario_inputs import Matrix, read_churn, read_network
@@ -106,6 +106,7 @@ def parse_scenario(text: str, source: str, folder: Path, overrides: Overrides) -
         seed=head.seed if overrides.seed is None else overrides.seed,
         duration_seconds=duration,
         rule=head.rule,
+        solver=head.solver,
         noise=head.noise,
         checked=head.checked,
         costs=costs,
@@ -207,7 +208,7 @@ def _country(
         bandwidths = [row[:count] for row in matrix.bandwidths[:count]]
     else:
         latencies = [[network.latency_ms / 1000] * count for _ in range(count)]
-        bandwidths = [[_rate(network.bandwidth_mbps)] * count for _ in range(count)]
+        bandwidths = [[limit_of(network.bandwidth_mbps)] * count for _ in range(count)]
     known = {peer.region for peer in peers}
     for number, each in enumerate(between):
         for region in each.regions:
@@ -217,13 +218,13 @@ def _country(
             if each.latency_ms >= 0:
                 latencies[i][j] = each.latency_ms / 1000
             if each.bandwidth_mbps >= 0:
-                bandwidths[i][j] = _rate(each.bandwidth_mbps)
+                bandwidths[i][j] = limit_of(each.bandwidth_mbps)
     members = [group for group in groups for _ in range(group.count)]
     return Map(
         latencies,
         bandwidths,
-        [_rate(group.uplink_mbps) for group in members],
-        [_rate(group.downlink_mbps) for group in members],
+        [limit_of(group.uplink_mbps) for group in members],
+        [limit_of(group.downlink_mbps) for group in members],
         network.jitter_ms / 1000,
     )
 
@@ -239,9 +240,12 @@ def _matrix(
 
 # --- events and churn ----------------------------------------------------------------------------
 
+LEAST_EVERY_SECONDS = 0.01
+
+LINK_KEYS = ("latency_ms", "bandwidth_mbps", "uplink_mbps", "downlink_mbps")
 OWN_KEYS: dict[str, tuple[str, ...]] = {
     "slow": ("factor",),
-    "link": ("regions", "latency_ms", "bandwidth_mbps", "uplink_mbps", "downlink_mbps"),
+    "link": ("regions", *LINK_KEYS),
 }
 """Keys of events that only one action has."""
 
@@ -258,8 +262,11 @@ def _events(
                     reader.fail(f"{place}.{key}", table[key], f'action = "{action}" with it')
         if event.action == "slow" and "factor" not in table:
             reader.fail(f"{place}.factor", None, "how many times longer tasks take")
-        if event.action == "link" and len(event.regions) > 2:
-            reader.fail(f"{place}.regions", event.regions, "one or two regions")
+        if 0 < event.every_seconds < LEAST_EVERY_SECONDS:
+            wanted = f"0, or at least {LEAST_EVERY_SECONDS}"
+            reader.fail(f"{place}.every_seconds", event.every_seconds, wanted)
+        if event.action == "link":
+            _check_link(reader, place, table, event)
         for number in event.peers:
             if not 0 <= number < len(peers):
                 reader.fail(f"{place}.peers", event.peers, f"numbers from 0 to {len(peers) - 1}")
@@ -274,6 +281,15 @@ def _events(
     return tuple(made)
 
 
+def _check_link(reader: Reader, place: str, table: Mapping[str, Any], event: EventTable) -> None:
+    if not set(LINK_KEYS) & set(table):
+        reader.fail(f"{place}.latency_ms", None, "this or another figure of links")
+    if len(event.regions) > 2:
+        reader.fail(f"{place}.regions", event.regions, "one or two regions")
+    if event.regions and {"uplink_mbps", "downlink_mbps"} & set(table):
+        reader.fail(f"{place}.regions", event.regions, "none with an uplink or a downlink")
+
+
 def _churn(
     reader: Reader, raw: object, folder: Path, overrides: Overrides
 ) -> tuple[ChurnLine, ...]:
@@ -281,7 +297,7 @@ def _churn(
     path = overrides.churn
     if raw is not None:
         table = reader.build(reader.table(raw, "churn"), ChurnTable, "churn")
-        path, start = path or folder / table.file, table.start_seconds
+        path, start = path or (folder / table.file if table.file else None), table.start_seconds
     if path is None:
         return ()
     lines = read_churn(path)
@@ -321,11 +337,6 @@ def _unknown(reader: Reader, path: str, value: str, what: str, known: set[str]) 
 
 def _bytes(megabytes: float) -> int:
     return round(megabytes * MEGA)
-
-
-def _rate(megabits: float) -> float:
-    """Return bytes per second; infinite for 0."""
-    return megabits * BYTES_PER_MEGABIT or math.inf
 
 
 def duration_of(text: str) -> float:

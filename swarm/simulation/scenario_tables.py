@@ -11,10 +11,14 @@ from swarm.simulation.world import Rule
 
 DEFAULT_LATENCY_MS = 20.0
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Whole = Annotated[int, Meta(ge=0)]
-OneOrMore = Annotated[int, Meta(ge=1)]
+MOST = 1e9
+"""Of seconds, megabytes, megabits per second: beyond, nothing here means anything."""
+Positive = Annotated[float, Meta(ge=1e-9, le=MOST)]
+NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
+Whole = Annotated[int, Meta(ge=0, le=2**53)]
+OneOrMore = Annotated[int, Meta(ge=1, le=2**31)]
+Some = Annotated[int, Meta(ge=1, le=100_000)]
+OrElse = Annotated[float, Meta(ge=-1, le=MOST)]
 Action = Literal["join", "leave", "kill", "power_failure", "freeze", "slow", "partition", "link"]
 
 
@@ -24,7 +28,7 @@ class LayerTable(Struct, frozen=True):
     forward_seconds: Positive
     parameter_mb: NotNegative
     output_mb: NotNegative
-    count: OneOrMore = 1
+    count: Some = 1
     backward_seconds: NotNegative = 0.0
     """0: twice the forward."""
     activation_mb: NotNegative = 0.0
@@ -57,9 +61,9 @@ class TrainingTable(Struct, frozen=True):
 class PeersTable(Struct, frozen=True):
     """A group of equal peers."""
 
-    count: OneOrMore = 1
+    count: Some = 1
     name: str = ""
-    speed: Positive = 1.0
+    speed: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     seconds: NotNegative = 0.0
     """Of the whole model, forward and backward of one microbatch; instead of `speed`."""
     memory_gb: NotNegative = 0.0
@@ -89,9 +93,9 @@ class BetweenTable(Struct, frozen=True):
     """Ways between two regions, both directions, or within one."""
 
     regions: tuple[str, str]
-    latency_ms: Annotated[float, Meta(ge=-1)] = -1.0
+    latency_ms: OrElse = -1.0
     """-1: as elsewhere."""
-    bandwidth_mbps: Annotated[float, Meta(ge=-1)] = -1.0
+    bandwidth_mbps: OrElse = -1.0
 
 
 class EventTable(Struct, frozen=True):
@@ -115,17 +119,18 @@ class EventTable(Struct, frozen=True):
     """slow: tasks take so many times longer."""
     regions: tuple[str, ...] = ()
     """link: the ways between these two regions."""
-    latency_ms: Annotated[float, Meta(ge=-1)] = -1.0
+    latency_ms: OrElse = -1.0
     """link: the new figures; -1: as before."""
-    bandwidth_mbps: Annotated[float, Meta(ge=-1)] = -1.0
-    uplink_mbps: Annotated[float, Meta(ge=-1)] = -1.0
-    downlink_mbps: Annotated[float, Meta(ge=-1)] = -1.0
+    bandwidth_mbps: OrElse = -1.0
+    uplink_mbps: OrElse = -1.0
+    downlink_mbps: OrElse = -1.0
 
 
 class ChurnTable(Struct, frozen=True):
     """A trace of machines that come and go: `milliseconds,add|remove,node`."""
 
-    file: str
+    file: str = ""
+    """Empty: `--churn` names it, or there is no churn."""
     start_seconds: NotNegative = 0.0
     """Begin so late in the trace: whoever is there then is there from the start."""
 
@@ -138,6 +143,7 @@ class TopTable(Struct, frozen=True):
     duration_seconds: NotNegative = 0.0
     """0: until the last step is complete."""
     rule: Rule = "ours"
+    solver: bool = False
     noise: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Relative standard deviation of what a task, or a measurement, takes."""
     checked: bool = True

@@ -15,6 +15,7 @@ from swarm.simulation.account import Account
 from swarm.simulation.conditions import Conditions
 from swarm.simulation.events import Events
 from swarm.simulation.executor import Machine
+from swarm.simulation.network import LEAST_PACE
 from swarm.simulation.physics import Physics
 from swarm.simulation.report import Report, make_report
 from swarm.simulation.scenario import Scenario
@@ -22,10 +23,11 @@ from swarm.simulation.trace import SimulationFailure
 from swarm.simulation.upper_bound import UpperBounds
 from swarm.simulation.world import Options, Outcome, World
 
+LOOK_SECONDS = 60.0
+STANDSTILL_SECONDS = 3600.0
+"""Without a commit, where nothing else ends a simulation."""
 LAST_LINES = 20
 """Of the trace, told with a failure."""
-LEAST_PACE = 0.2
-"""However noisy measurements are, nothing is done in less than this part of the usual time."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ def simulate(scenario: Scenario, *, whole_trace: bool = False) -> Simulated:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(events.run, world)
             with trio.move_on_after(scenario.duration_seconds or math.inf):
-                while not world.has_ended():
-                    await world.changed.wait()
+                while not (world.has_ended() or _is_hopeless(scenario, account)):
+                    with trio.move_on_after(LOOK_SECONDS):
+                        await world.changed.wait()
             nursery.cancel_scope.cancel()
         account.close()
 
@@ -61,7 +64,19 @@ def simulate(scenario: Scenario, *, whole_trace: bool = False) -> Simulated:
         outcome = world.run(run)
     except SimulationFailure as failure:
         raise _told(scenario, failure) from failure
+    if not scenario.duration_seconds and account.stands_still:
+        raise SimulationError(
+            f"the swarm has stood still for {STANDSTILL_SECONDS / 60:.0f} minutes",
+            evidence=(account.trouble or "its leader gives no reason",),
+            hint="--duration 10m ends it earlier, with a report",
+        )
     return _simulated(scenario, account, outcome, began)
+
+
+def _is_hopeless(scenario: Scenario, account: Account) -> bool:
+    """Return whether the swarm stands still for long and nothing else would end the simulation."""
+    idle_seconds = account.idle_seconds(trio.current_time())
+    return not scenario.duration_seconds and idle_seconds >= STANDSTILL_SECONDS
 
 
 def _simulated(scenario: Scenario, account: Account, outcome: Outcome, began: float) -> Simulated:
@@ -103,8 +118,10 @@ def _options(
         stages=scenario.stages,
         without_data=tuple(n for n, peer in enumerate(scenario.peers) if not peer.has_data),
         country=conditions.country,
+        noise=scenario.noise,
         machines=machine,
         rule=scenario.rule,
+        solver=scenario.solver,
         watcher=account,
         checked=scenario.checked,
         whole_trace=whole_trace,

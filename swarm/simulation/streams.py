@@ -54,6 +54,10 @@ class Kernel(Protocol):
     sent_bytes: dict[int, float]
     """By type number; as they count on the wire."""
 
+    def hindered(self, size: float) -> float:
+        """Return how many bytes would take as long, where nothing was noisy."""
+        ...
+
     def wire_bytes(self, number: int, size: int) -> float:
         """Return as how many bytes `size` bytes of tensors count in a frame of this type."""
         ...
@@ -170,7 +174,8 @@ class Half:
             is_hollow = isinstance(data, memoryview)
             if is_hollow and taken:
                 break
-            if size + len(data) > max_bytes:
+            is_plan = not taken and max_bytes >= WINDOW_BYTES and not is_hollow
+            if size + len(data) > max_bytes and not is_plan:
                 chunk.data = data[max_bytes - size :]
                 data = data[: max_bytes - size]
             else:
@@ -301,6 +306,8 @@ class SimStream:
         carriage = self._kernel.carriage
         if carriage is not None and size >= CARRIED_BYTES:
             await self._carry(carriage, data, size)
+        elif any(len(header) >= SHARED_BYTES for _, header, _ in begun):
+            await self._send_whole(bytes(data))
         else:
             await self._send_as_room_is(bytes(data))
         for number, _, _ in begun:
@@ -308,14 +315,23 @@ class SimStream:
 
     async def _send_as_room_is(self, rest: bytes) -> None:
         while rest:
-            room = WINDOW_BYTES - self.out.unread
-            if room <= 0:
-                self.out.writable = trio.Event()
-                await self.out.writable.wait()
-                self._check()
-                continue
+            room = await self._room()
             self._push(rest[:room])
             rest = rest[room:]
+
+    async def _send_whole(self, data: bytes) -> None:
+        """Send a plan, which goes to everybody, in one piece: nobody has a part of it of its own,
+        neither here nor on the other side."""
+        await self._room()
+        self._push(data)
+
+    async def _room(self) -> int:
+        """Wait until there is room in the window; return how much."""
+        while self.out.unread >= WINDOW_BYTES:
+            self.out.writable = trio.Event()
+            await self.out.writable.wait()
+            self._check()
+        return WINDOW_BYTES - self.out.unread
 
     async def _carry(self, carriage: Carriage, data: bytes | memoryview, size: float) -> None:
         """Wait until all bytes have left this host, sharing its links with others."""
@@ -325,6 +341,7 @@ class SimStream:
             gone.set()
             self.out.writable.set()
 
+        size = self._kernel.hindered(size)
         transfer = carriage.start(path.pipes, size, done, lambda: path.cut_at is None)
         try:
             while not gone.is_set():

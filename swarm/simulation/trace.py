@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import trio
 
@@ -45,7 +46,7 @@ class Trace:
     """The events of one simulation; the last ones, or all."""
 
     def __init__(self, *, whole: bool = False) -> None:
-        self._entries: deque[tuple[float, str, str | _Frame]] = deque(
+        self._entries: deque[tuple[float, str, str | _Frame | _Logged]] = deque(
             maxlen=None if whole else LAST_LINES
         )
         self.names: dict[PeerId, str] = {}
@@ -69,10 +70,26 @@ class Trace:
 
     def lines(self) -> list[str]:
         """Return the events as text."""
-        return [
-            f"{at:12.6f} {who:<6} {what if isinstance(what, str) else self._frame_text(what)}"
-            for at, who, what in self._entries
-        ]
+        return [f"{at:12.6f} {who:<6} {self._text(what)}" for at, who, what in self._entries]
+
+    def _text(self, what: "str | _Frame | _Logged") -> str:
+        match what:
+            case str():
+                return what
+            case _Logged(text):
+                return f"   {self._named(text)}"
+            case _:
+                return self._frame_text(what)
+
+    def _named(self, text: str) -> str:
+        """Return a text with peers called as they are called here."""
+        for peer, name in self.names.items():
+            text = text.replace(peer, name)
+        return text
+
+    def log(self, who: str, text: str) -> None:
+        """Note what a daemon has logged."""
+        self._entries.append((trio.current_time(), who, _Logged(text)))
 
     def _frame_text(self, frame: "_Frame") -> str:
         sending, other, number, header = frame
@@ -92,9 +109,7 @@ class Trace:
         }
         if isinstance(message, Training):
             fields = {"epoch": str(message.fence.epoch)} | fields
-        text = " ".join(f"{name}={value}" for name, value in fields.items())
-        for peer, name in self.names.items():
-            text = text.replace(peer, name)
+        text = self._named(" ".join(f"{name}={value}" for name, value in fields.items()))
         if len(text) > MAX_TEXT_CHARS:
             text = text[:MAX_TEXT_CHARS] + "…"
         return f"{arrow} {kind.__name__} {text}"
@@ -119,6 +134,13 @@ class Trace:
 _Frame = tuple[bool, PeerId, int, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """A line of a daemon's log, with whole names of peers."""
+
+    text: str
+
+
 class _Handler(logging.Handler):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -128,10 +150,7 @@ class _Handler(logging.Handler):
         process = running.get()
         if process is not None and not process.dead:
             level = "" if record.levelno <= logging.INFO else f"{record.levelname} "
-            text = record.getMessage()
-            for peer, name in self._trace.names.items():
-                text = text.replace(peer, name)
-            self._trace.add(process.name, f"   {level}{text}")
+            self._trace.log(process.name, f"{level}{record.getMessage()}")
 
 
 def _text(value: object) -> str:

@@ -42,6 +42,7 @@ from swarm.simulation.process import Process, running, seeded_scheduler
 from swarm.simulation.reference import Reference
 from swarm.simulation.rules import rule_named
 from swarm.simulation.sharing import shared_work
+from swarm.simulation.solver import SimSolver
 from swarm.simulation.trace import SimulationFailure, Trace
 
 PORT = 1000
@@ -96,9 +97,13 @@ class Options:
     """Peers that have no data to feed."""
     country: Country | None = None
     """How the ways between hosts differ; None: they do not, and nobody shares any."""
+    noise: float = 0.0
+    """Relative standard deviation of what a large transfer through a country takes."""
     machines: Callable[[int], Machine] | None = None
     """What each peer computes with, instead of `speeds`."""
     rule: Rule = "ours"
+    solver: bool = False
+    """Whether peers have a solver for full solves; else plans are greedy ones."""
     watcher: Watcher | None = None
     checked: bool = True
     """Whether all that is computed is compared with a plain loop's, and the end with its end."""
@@ -181,7 +186,8 @@ class World:
         return Outcome(self._ending, self.newest_epoch(), self.trace.lines())
 
     async def _main(self, scenario: Callable[["World"], Awaitable[None]]) -> None:
-        self.network = SimNetwork(self.seed, self, self.options.weather, self.options.country)
+        options = self.options
+        self.network = SimNetwork(self.seed, self, options.weather, options.country, options.noise)
         self.board = Board()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -437,6 +443,8 @@ class World:
         """A daemon ended with exceptions: legal ones are of a kind that people understand."""
         told, bugs = group.split(SwarmError)
         if bugs is not None and not process.dead:
+            if bugs.subgroup(KeyboardInterrupt) is not None:
+                raise KeyboardInterrupt
             bugs = bugs.split(trio.Cancelled)[1]
             if bugs is not None:
                 text = "".join(traceback.format_exception(bugs))
@@ -460,6 +468,7 @@ class World:
             source=SimSource(self.physics) if has_data else None,
             start_dht=lambda members: self._start_dht(process),
             draw=draws.random,
+            solver=SimSolver() if options.solver else None,
         )
         return Daemon(
             manifest=self.manifest,

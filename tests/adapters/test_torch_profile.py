@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
 
 from protocol.records import TensorSpec, Training
+from swarm.adapters.torch_profile import TIMED_SECONDS, sustained_factor
 from swarm.adapters.torch_stage import TorchStage
 from tests.adapters.torch_swarm import GPT, PICTURES, execution
 
@@ -84,3 +86,22 @@ def test_building_finds_the_same_shape_as_profiling() -> None:
     assert profiled.build([(0, 2), (2, 5)], 1) == root
     assert profiled.build([(0, 2), (2, 5)], 0) != root
     assert profiled.build([(0, 2), (2, 5)], 1) == root
+
+
+def test_a_quota_of_processor_time_shows_in_the_mean() -> None:
+    """Of ten runs of 2 ms one is stopped for 180 ms: that is a tenth of a processor."""
+    throttled = [0.002] * 9 + [0.182]
+    assert sustained_factor([(throttled, throttled), (throttled, throttled)]) == pytest.approx(10.0)
+
+
+def test_even_runs_take_what_they_take() -> None:
+    assert sustained_factor([([0.1, 0.1, 0.1], [0.3]), ([0.0], [])]) == 1.0
+    assert sustained_factor([]) == 1.0
+    assert sustained_factor([([0.0], [0.0])]) == 1.0
+
+
+def test_a_layer_is_timed_for_long_enough_to_be_stopped_by_a_quota() -> None:
+    began = time.perf_counter()
+    profile = TorchStage(GPT).profile()
+    assert time.perf_counter() - began >= TIMED_SECONDS
+    assert all(layer.forward_seconds > 0 for layer in profile.layers)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.core.dataorder import feeder_of, permuted, sample_ids
+from swarm.core.dataorder import Turns, feeder_of, permuted, sample_ids
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -106,3 +106,39 @@ def test_two_feeders_take_turns():
 def test_shares_without_a_common_divisor_may_be_huge():
     shares = [2**53, 2**53 - 1, 1]
     assert {feeder_of(3, index, shares) for index in range(1000)} == {0, 1}
+
+
+@given(SHARES, st.integers(0, 50), st.dictionaries(st.integers(0, 199), st.integers(1, 3)))
+def test_of_a_step_in_hand_what_is_missing_is_dealt_evenly(shares, step, needs):
+    """Each index once; of those that the same stages lack every feeder gets its share or nearly."""
+    turns = Turns(shares, 200)
+    turns.resume(step, needs)
+    feeders = range(len(shares))
+    dealt = {feeder: turns.indices_of(step, feeder) for feeder in feeders}
+    assert sorted(index for indices in dealt.values() for index in indices) == sorted(needs)
+    for feeder, indices in dealt.items():
+        assert all(turns.feeder_of(step, index) == feeder for index in indices)
+    for kind in set(needs.values()):
+        alike = [index for index in needs if needs[index] == kind]
+        for feeder in feeders:
+            part = len(alike) * shares[feeder] / sum(shares)
+            got = sum(needs[index] == kind for index in dealt[feeder])
+            assert abs(got - part) <= 2 + len(shares)
+    assert all(turns.feeder_of(step, index) is None for index in range(200) if index not in needs)
+
+
+def test_feeders_of_one_share_get_as_much_of_what_is_missing():
+    """What one of four feeders would have to feed alone is dealt to all of them."""
+    turns = Turns([1] * 4, 400)
+    own = [index for index in range(400) if feeder_of(7, index, [1] * 4) == 2]
+    turns.resume(7, dict.fromkeys(own, 1))
+    assert [len(turns.indices_of(7, feeder)) for feeder in range(4)] == [25] * 4
+
+
+def test_steps_that_are_not_in_hand_are_dealt_as_ever():
+    turns = Turns([2, 1], 30)
+    turns.resume(3, {4: 1})
+    assert [turns.feeder_of(4, index) for index in range(30)] == [
+        feeder_of(4, index, [2, 1]) for index in range(30)
+    ]
+    assert turns.indices_of(3, turns.feeder_of(3, 4)) == [4]

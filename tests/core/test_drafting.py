@@ -150,6 +150,14 @@ def test_the_boot_that_is_gone_is_not_taken_in_by_the_plan_that_leaves_it_out() 
     assert waiting(again.body) == [(PEOPLE[1].peer, 0)]
 
 
+def test_what_loses_nothing_waits_for_its_turn_and_a_repair_does_not() -> None:
+    joining = [newcomer(5, RUN)]
+    idle = situation(RUN, FOUR, joining=joining, settled=True, improves=False)
+    assert next_draft(idle) is None
+    assert draft_in(dataclasses.replace(idle, improves=True)).kind == "planned"
+    assert draft_in(dataclasses.replace(idle, gone={member(1): "silent"})).kind == "repair"
+
+
 def test_leavers_of_a_plan_that_is_not_active_yet_stay_leavers() -> None:
     pending = Known(
         FOUR.header,
@@ -667,3 +675,62 @@ def test_the_only_replica_that_holds_the_data_stays_where_it_is() -> None:
     draft = draft_in(situation(run, plan, settled=True))
     assert groups(draft.body) == [peers(0), peers(2), peers(3)]
     assert waiting(draft.body) == [(PEOPLE[1].peer, 2)]
+
+
+# --- in the middle of a step ----------------------------------------------------------------------
+
+THREE = adopted(draft_in(situation(RUN, FOUR, gone={member(1): "silent"}, version=3)), FOUR.header)
+"""Stage 0 has lost one of its two replicas."""
+JOINED = adopted(
+    draft_in(situation(RUN, THREE, joining=[newcomer(4, RUN, epoch=2)], settled=True, version=3)),
+    THREE.header,
+)
+"""The newcomer is to follow stage 0, from the end of the step on."""
+
+
+@pytest.mark.parametrize("state", ["settled", "pending"])
+def test_who_is_ready_gets_work_at_once_where_much_of_the_step_is_left(state: str) -> None:
+    """Stage 0 is the slowest one, and is twice as fast with it: half of what is left is saved."""
+    more = {state: True, "heartbeats": ready(4, 0, version=3), "version": 3}
+    draft = draft_in(situation(RUN, JOINED, step_left_seconds=100.0, **more))
+    assert (draft.kind, draft.from_step) == ("repair", 3)
+    assert groups(draft.body) == [peers(0, 4), peers(2, 3)]
+    later = next_draft(situation(RUN, JOINED, step_left_seconds=1.0, **more))
+    assert not isinstance(later, Draft) or later.kind == "planned"
+
+
+@pytest.mark.parametrize(
+    "said", [{}, ready(4, 0, version=2), ready(4, 1, version=3), ready(4, 0, version=3, boot=2)]
+)
+def test_who_would_be_waited_for_gets_no_work_within_a_step(said: dict[PeerId, Heartbeat]) -> None:
+    now = situation(RUN, JOINED, pending=True, heartbeats=said, version=3, step_left_seconds=100.0)
+    assert next_draft(now) is None
+
+
+def test_who_does_not_make_the_slowest_stage_faster_waits_for_the_end_of_the_step() -> None:
+    joined = adopted(
+        draft_in(situation(RUN, FOUR, joining=[newcomer(4, RUN)], settled=True, version=3)),
+        FOUR.header,
+    )
+    stage = joined.body.standby[0].stage
+    now = situation(
+        RUN,
+        joined,
+        settled=True,
+        heartbeats=ready(4, stage, version=3),
+        version=3,
+        step_left_seconds=100.0,
+    )
+    draft = draft_in(now)
+    assert (draft.kind, draft.from_step) == ("planned", 4)
+
+
+def test_newcomers_do_not_wait_for_a_plan_that_waits_for_the_end_of_the_step() -> None:
+    now = situation(RUN, JOINED, pending=True, joining=[newcomer(5, RUN, epoch=3)], version=3)
+    draft = draft_in(now)
+    assert (draft.kind, draft.from_step) == ("planned", 4)
+    assert groups(draft.body) == groups(JOINED.body)
+    assert {peer for peer, _ in waiting(draft.body)} == set(peers(4, 5))
+    asking = [newcomer(5, RUN, epoch=3)]
+    assert next_draft(situation(RUN, JOINED, joining=asking, version=3)) is None
+    assert next_draft(situation(RUN, JOINED, pending=True, version=3)) is None

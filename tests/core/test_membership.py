@@ -55,6 +55,18 @@ def until(
     return found
 
 
+def test_who_is_suspected_or_charged_is_a_suspect_and_nobody_else() -> None:
+    membership = watching(ALICE, BOB)
+    assert not any(membership.is_suspect(each.peer) for each in EVERYBODY)
+    membership.left(BOB, 1.0)
+    membership.heard(ALICE, 1.0)
+    assert [each for each in EVERYBODY if membership.is_suspect(each.peer)] == [BOB]
+    until(membership, 10.0, 1.0)
+    suspects = [each for each in EVERYBODY if membership.is_suspect(each.peer)]
+    assert sorted(each.peer for each in suspects) == list(membership.suspects)
+    assert ALICE in suspects
+
+
 # --- silence ------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,11 @@ def test_what_a_listener_hears_is_bounded_and_so_is_what_a_member_says(members: 
     assert Pace(members + 1).heartbeat_seconds >= pace.heartbeat_seconds
 
 
+def test_few_are_improved_at_once_and_many_now_and_then() -> None:
+    assert Pace(SMALL).improvement_pause_seconds == 0.0
+    assert Pace(1000).improvement_pause_seconds == 10.0
+
+
 def test_of_many_two_listen_and_who_is_not_heard_is_replaced() -> None:
     pace = Pace(100)
     assert listeners_of("b", COUNCIL, pace) == ("b", "a")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from swarm.core.chain import Plan, genesis
 from swarm.core.evidence import REPORT_MISSING
 from swarm.core.review import OLD_ESTIMATES, ReviewContext, better_plan, is_too_poor, review
 from swarm.core.roles import LINKS_FAIL
+from swarm.core.scheduling.horizon import LONGEST_SECONDS, SHORTEST_SECONDS
 from swarm.core.scheduling.planning import completing_plan, halting_plan, plan_of, problem_for
 from swarm.core.verification import JOIN_REQUEST_EPOCHS
 from tests.core.drafts import (
@@ -528,16 +530,61 @@ def test_estimates_are_their_peers_own_and_of_this_run_and_boot() -> None:
     )
 
 
-def test_estimates_are_not_much_older_than_what_the_reviewer_knows() -> None:
+def planned_with(told: Sequence[Signed]) -> Known:
+    """FOUR with a newcomer, planned by these estimates."""
+    known = {each.signer: each for each in told}
+    joining = [newcomer(5, RUN)]
+    draft = draft_in(situation(RUN, FOUR, settled=True, joining=joining, estimates=known))
+    assert draft.kind == "planned"
+    return adopted(draft, FOUR.header)
+
+
+def test_a_plan_takes_account_of_about_what_the_reviewer_has_told_last() -> None:
     known = {PEOPLE[1].peer: estimates(1, sequence=OLD_ESTIMATES + 3)}
-    context = dataclasses.replace(CONTEXT, estimates=known)
+    own = dataclasses.replace(CONTEXT, estimates=known, me=PEOPLE[1].peer)
     for sequence, good in ((OLD_ESTIMATES + 3, True), (3, True), (2, False)):
         told = [estimates(1, sequence=sequence)]
-        refusal = verdict(repaired_with(told), told, context=context)
-        assert refusal == (
-            "" if good else f"estimates: those of {PEOPLE[1].peer} have number 2, number 9 is known"
-        )
-    assert "have number 0, number 9 is known" in verdict(repaired_with(()), context=context)
+        plan = planned_with(told)
+        refusal = f"estimates: those of {PEOPLE[1].peer} have number 2, it has told number 9"
+        assert review(plan.header, plan.body, told, FOUR, own) == ("" if good else refusal)
+    plan = planned_with(())
+    assert "have number 0, it has told number 9" in review(plan.header, plan.body, (), FOUR, own)
+
+
+def test_what_others_have_told_may_be_on_its_way_and_a_repair_waits_for_nothing() -> None:
+    known = {PEOPLE[1].peer: estimates(1, sequence=OLD_ESTIMATES + 3)}
+    others = dataclasses.replace(CONTEXT, estimates=known, me=PEOPLE[2].peer)
+    plan = planned_with(())
+    assert review(plan.header, plan.body, (), FOUR, others) == ""
+    own = dataclasses.replace(others, me=PEOPLE[1].peer)
+    assert verdict(repaired_with(()), context=own) == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seconds": [1.0] * 3}, {"seconds": [1e-3] * 4}, {"numerics": "other"}, {"digest": b""}],
+    ids=["a layer less", "another speed", "other numerics", "no data"],
+)
+def test_whoever_is_kept_has_not_asked_for_anything_else(changes: dict[str, Any]) -> None:
+    plan = planned_with(())
+    number = [each.signer for each in plan.body.members].index(PEOPLE[2].peer)
+    requests = list(plan.body.requests)
+    asked = request(PEOPLE[2], RUN.run, **{"seconds": FOUR_LAYERS, **changes})
+    requests[number] = signed_request(PEOPLE[2], asked)
+    body = replace(plan.body, requests=tuple(requests))
+    refusal = review(plan.header, body, (), FOUR, CONTEXT)
+    assert refusal == (
+        f"members: {PEOPLE[2].peer} is kept, with another record or join request than before"
+    )
+
+
+@pytest.mark.parametrize("window", [5, 2**53])
+def test_no_replica_takes_more_at_a_time_than_a_step_has(window: int) -> None:
+    plan = planned_with(())
+    first = replace(plan.body.stages[0], window=window)
+    body = replace(plan.body, stages=(first, *plan.body.stages[1:]))
+    refusal = review(plan.header, body, (), FOUR, CONTEXT)
+    assert f"window: stage 0 takes {window} microbatches at a time; a step has 4" in refusal
 
 
 def test_exact_mode_refuses_other_numerics() -> None:
@@ -550,3 +597,47 @@ def test_exact_mode_refuses_other_numerics() -> None:
     )
     plan = adopted(draft_in(situation(exact, before, joining=[other], settled=True)), before.header)
     assert "numerics fingerprint differs" in verdict(plan, (), before, ReviewContext(exact, 4))
+
+
+def test_a_plan_is_judged_by_the_horizon_that_favours_it() -> None:
+    """Three peers take three times as long as they said, so one of the others should move to them.
+    It fetches 40 MB at 1 MB per second: worth it if plans last for an hour, not for half a minute.
+    Who has just started expects the former, who has seen many come and go the latter."""
+    run = manifest(run=training(steps=100, microbatches=1000))
+    asked = {"seconds": FOUR_LAYERS, "parameter_bytes": 20_000_000, "memory_bytes": 1 << 40}
+    people = [candidate(who, run, request(who, run.run, **asked)) for who in PEOPLE[:6]]
+    before = begun(run, people, 2)
+    told = {
+        PEOPLE[n].peer: estimates(
+            n,
+            run,
+            slowdown=3.0 if n < 3 else 1.0,
+            links=[(other, 1e6, 0.001) for other in range(6) if other != n],
+        )
+        for n in range(6)
+    }
+    moving = draft_in(
+        situation(run, before, settled=True, estimates=told, horizon_seconds=LONGEST_SECONDS)
+    )
+    assert "moves from stage 1 to stage 0" in moving.body.reason
+    plan = adopted(moving, before.header)
+    for horizon in (SHORTEST_SECONDS, 256.0, LONGEST_SECONDS):
+        context = ReviewContext(run, 4, estimates=told, horizon_seconds=horizon)
+        assert review(plan.header, plan.body, tuple(told.values()), before, context) == ""
+
+
+def test_no_more_are_parked_by_a_planned_plan_than_reviewers_bear() -> None:
+    """Two pairs of six peers lose what they send each other: a repair lets two stand by."""
+    run = manifest(run=training(steps=100))
+    before = begun(run, candidates(6, run, FOUR_LAYERS), 2)
+    apart = ((PEOPLE[0].peer, PEOPLE[3].peer), (PEOPLE[1].peer, PEOPLE[4].peer))
+    repair = draft_in(situation(run, before, lost_work="a link broke", apart=apart))
+    repaired = adopted(repair, before.header)
+    parked = [each for each in repaired.body.standby if each.reason == LINKS_FAIL]
+    assert len(parked) == 2
+    joining = [newcomer(8, run, epoch=2)]
+    draft = draft_in(situation(run, repaired, apart=apart, settled=True, joining=joining))
+    plan = adopted(draft, repaired.header)
+    assert review(plan.header, plan.body, (), repaired, ReviewContext(run, 4)) == ""
+    working = {each.peer for stage in plan.body.stages for each in stage.replicas}
+    assert not any(one in working and other in working for one, other in apart)

@@ -165,3 +165,34 @@ def test_a_source_has_the_part_of_the_window_that_the_wiring_gives_it() -> None:
     assert credit_windows(plan, 0) == ((8, 2), (2, 8))
     assert credit_windows(plan, 1) == ((5, 2), (4, 8))
     assert credit_windows(plan, 2) == ((7,), (2,))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 30))
+def test_sources_that_begin_together_do_not_meet(sources: int, targets: int, turns: int) -> None:
+    """At any turn no target is chosen by more sources than it must be, if weights are equal."""
+    peers = [f"t{number}" for number in range(targets)]
+    routers = [
+        Router(peers, [1.0] * targets, [10**6] * targets, phase=source / sources)
+        for source in range(sources)
+    ]
+    for _ in range(turns):
+        chosen = Counter(each.choose(0) for each in routers)
+        assert max(chosen.values()) == -(-sources // targets)
+
+
+def test_of_few_ways_one_that_is_closed_loses_a_turn_and_no_more() -> None:
+    """Two of eight ways are used, in turns: with the first closed, the second gets its own turns
+    and one of the other's; when credit comes back the first gets what it has lost."""
+    chooser = Router("abcdefgh", [1.0, 1.0, *[0.0] * 6], [1, *[10] * 7])
+    assert chooser.choose(0) == "a"
+    assert [chooser.choose(0) for _ in range(4)] == ["b", "b", "b", None]
+    chooser.give_back("a", 0)
+    assert chooser.choose(0) == "a"
+    chooser.give_back("a", 0)
+    assert chooser.choose(0) == "a"
+
+
+def test_of_many_ways_all_that_are_open_are_used() -> None:
+    chooser = Router(PEERS[:2], [1.0, 1.0], [1, 10])
+    assert [chooser.choose(0) for _ in range(6)] == ["a", *"bbbbb"]

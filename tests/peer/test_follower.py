@@ -55,9 +55,9 @@ class Standby:
             self.moved = trio.Event()
             await self.moved.wait()
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, totals: Totals | None = None) -> None:
         settlement = Settlement(HASH, b"\x03", (), (), None, ())
-        resume = Resume(fence=FENCE, step=step, totals=None, stages=(settlement,) * 2)
+        resume = Resume(fence=FENCE, step=step, totals=totals, stages=(settlement,) * 2)
         self.follower.resume(resume)
 
     async def commit(self, step: int, *, tell: bool = True) -> Totals:
@@ -105,6 +105,7 @@ def follow(
     physics: Physics = PHYSICS,
     holding: Holding | None = None,
     is_leaver: bool = False,
+    begins_at: int = -1,
 ) -> None:
     """Run `scenario` with a standby behind two replicas that hold version 0."""
 
@@ -121,6 +122,7 @@ def follow(
             links=me.links,
             is_leaver=is_leaver,
             on_step=lambda: standby.on_step(),
+            begins_at=begins_at,
         )
         standby = Standby(me, givers, follower)
         async with trio.open_nursery() as nursery:
@@ -305,3 +307,30 @@ def test_until_resume_a_standby_does_nothing(tmp_path: Path) -> None:
         assert all(each.listed == [] for each in standby.givers)
 
     follow(tmp_path, scenario)
+
+
+def test_who_is_new_fetches_while_its_plan_waits_and_then_follows(tmp_path: Path) -> None:
+    """It hears of no commit before its plan's Resume: the gradient of that step is fetched then,
+    and not the state again."""
+
+    async def scenario(standby: Standby) -> None:
+        await standby.moved.wait()
+        assert standby.versions == [0] and standby.follower.is_ready
+        totals = await standby.commit(0, tell=False)
+        standby.resume(1, totals)
+        await standby.until(1)
+        assert standby.versions == [0, 1]
+        standby.check_equal()
+
+    follow(tmp_path, scenario, begins_at=0)
+
+
+def test_who_is_new_and_too_late_for_the_gradient_fetches_the_state(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        await standby.moved.wait()
+        totals = [await standby.commit(step, tell=False) for step in (0, 1)]
+        standby.resume(2, totals[1])
+        await standby.until(2)
+        standby.check_equal()
+
+    follow(tmp_path, scenario, begins_at=0)

@@ -17,7 +17,7 @@ from protocol.records import (
 )
 from swarm.core.measuring.estimation import PROBE_BYTES
 from swarm.daemon import Daemon
-from swarm.peer.probed import HOURLY_BYTES
+from swarm.peer.probed import HOURLY_BYTES, SERVE_SECONDS
 from swarm.peer.prober import AGAIN_SECONDS
 from swarm.simulation.network import Weather
 from swarm.simulation.physics import Physics, integer_training
@@ -114,6 +114,31 @@ def test_how_fast_a_peer_computes() -> None:
     after(working(3, speeds=(1.0, 0.5, 2.0)), 40, look)
 
 
+def test_what_is_on_its_way_does_not_make_a_peer_look_slow() -> None:
+    """At any moment, also after a repair, what counts has taken what was measured before joining:
+    forwards whose gradients have not come back are no whole microbatches."""
+    physics = Physics(integer_training(steps=100_000, microbatches=60))
+    seen = 0
+
+    async def scenario(world: World) -> None:
+        nonlocal seen
+        for number in range(4):
+            world.start(number)
+        for moment in range(400):
+            await trio.sleep(0.05)
+            if moment == 200:
+                world.kill(3)
+            for number in range(3):
+                work = daemon(world, number)._work_done()
+                if work is not None and work.microbatches:
+                    expected = work.microbatches * work.profiled_seconds
+                    assert work.compute_seconds == pytest.approx(expected, rel=1e-6)
+                    seen += 1
+
+    World(1, Options(physics, peers=4, stages=2)).run(scenario)
+    assert seen > 100
+
+
 # --- who is left alone -------------------------------------------------------------------------
 
 
@@ -167,6 +192,40 @@ def test_there_is_a_budget() -> None:
         assert not probed.is_serving
 
     after(idle(2), 60, look)
+
+
+def test_when_the_budget_is_spent_a_train_is_cut_off() -> None:
+    async def look(world: World) -> None:
+        links, probed = daemon(world, 1)._links, daemon(world, 0)._probed
+        links.post(names(world)[0], Probe(number=1001))
+        await trio.sleep(0.1)
+        assert probed.is_serving
+        probed._budget.take(HOURLY_BYTES, trio.current_time())
+        links.post(names(world)[0], chunk(1002, chunks=2), (memoryview(bytes(60_000)),))
+        await trio.sleep(0.1)
+        assert not probed.is_serving
+
+    after(idle(2), 60, look)
+
+
+def test_whoever_has_probed_waits_for_whoever_was_turned_away() -> None:
+    async def look(world: World) -> None:
+        probed, asked = daemon(world, 0)._probed, names(world)
+
+        async def grants(number: int) -> bool:
+            daemon(world, number)._links.post(asked[0], Probe(number=1001))
+            await trio.sleep(0.1)
+            return probed.is_serving and probed._last == asked[number]
+
+        assert await grants(1)
+        assert not await grants(2)  # one at a time
+        await trio.sleep(SERVE_SECONDS)
+        assert not await grants(1)
+        assert await grants(2)
+        await trio.sleep(SERVE_SECONDS)
+        assert await grants(1)
+
+    after(idle(3), 100, look)
 
 
 # --- who must not be trusted -------------------------------------------------------------------

@@ -113,3 +113,22 @@ def test_moves_are_worth_it_if_the_plan_lasts_long_enough() -> None:
     for horizon_seconds, good in ((60.0, True), (1.0, False)):
         problem = replace(uneven, layers=large, horizon_seconds=horizon_seconds)
         assert Solving().propose(problem, FOUR.body, exchanged) is good
+
+
+def test_a_target_ends_with_the_stages_that_it_means() -> None:
+    uneven = slow(8.0, 0, 1)
+    solving = Solving()
+    assert solving.propose(uneven, FOUR.body, groups((0, 2), (1, 3)))
+    one = msgspec.structs.replace(FOUR.body.stages[0], last=4)
+    solving.adopted(msgspec.structs.replace(FOUR.body, stages=(one,)))
+    assert not solving.target
+
+
+def test_nothing_is_aimed_at_that_does_not_fit_into_memory() -> None:
+    uneven = slow(8.0, 0, 1)
+    small = tuple(
+        replace(peer, memory_bytes=1) if number == 2 else peer
+        for number, peer in enumerate(uneven.peers)
+    )
+    exchanged = groups((0, 2), (1, 3))
+    assert not Solving().propose(replace(uneven, peers=small), FOUR.body, exchanged)

@@ -21,7 +21,8 @@ from protocol.records import (
 )
 from protocol.signing import Identity
 from swarm.core.chain import HARD_STATE, HardState, genesis
-from swarm.simulation.invariants import Invariants
+from swarm.peer.keeping import PLACES
+from swarm.simulation.invariants import MOST_BODIES, Invariants
 from swarm.simulation.physics import integer_training
 from tests.simulation.sim import process
 
@@ -98,6 +99,21 @@ def test_an_ordinary_life_breaks_nothing() -> None:
         )
         == []
     )
+
+
+def test_bodies_that_are_nobodys_newest_are_forgotten_and_others_are_not() -> None:
+    async def main() -> None:
+        invariants = Invariants(MANIFEST, lambda rule, text: pytest.fail(f"{rule}: {text}"))
+        for number in range(3 * MOST_BODIES):
+            invariants.saved(process(0), PLACES[0], canonical(_with_reason(f"draft {number}")))
+            if number == 0:
+                invariants.saved(process(1), HARD_STATE, canonical(HardState(newest=ONE)))
+        assert invariants.kept_bodies <= MOST_BODIES + 1
+        kept = invariants.newest(1)
+        assert kept is not None
+        assert kept[1] is not None
+
+    trio.run(main)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,24 @@
 """The modelled network: order, time, cuts, resets and deaths."""
 
+import statistics
+
 import pytest
 import trio
 
 from protocol.codec import encode
-from protocol.messages import TABLE, Ping
+from protocol.messages import TABLE, Certified, Ping
+from protocol.records import CertifiedPlan
 from swarm.errors import PeerRefused, PeerUnreachable
 from swarm.ports import ByteStream
 from swarm.simulation.network import (
     DIAL_SECONDS,
     KEEPALIVE_SECONDS,
+    SimNetwork,
     SimTransport,
     Weather,
 )
 from swarm.simulation.streams import WINDOW_BYTES
-from tests.simulation.sim import LATENCY, Hosts, address, process, with_hosts
+from tests.simulation.sim import LATENCY, Frames, Hosts, address, process, with_hosts
 
 
 async def read(stream: ByteStream, size: int) -> bytes:
@@ -68,6 +72,36 @@ def test_a_writer_waits_for_the_reader_when_the_window_is_full() -> None:
             assert len(await read(theirs, WINDOW_BYTES + 10)) == WINDOW_BYTES + 10
 
     with_hosts(scenario)
+
+
+def test_a_plan_of_many_goes_in_one_piece_and_the_next_one_waits_until_it_is_read() -> None:
+    body = bytes(range(256)) * (2 * WINDOW_BYTES // 256)
+    frame = encode(Certified(plan=CertifiedPlan(b"header", body, None)))
+
+    async def scenario(hosts: Hosts) -> None:
+        mine, theirs = await hosts.connect()
+        await mine.send_all(frame)
+        with trio.move_on_after(100) as impatience:
+            await mine.send_all(frame)
+        assert impatience.cancelled_caught
+        assert await read(theirs, len(frame)) == frame
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mine.send_all, frame)
+            pieces = [await theirs.receive_some(WINDOW_BYTES)]
+            while sum(map(len, pieces)) < len(frame):
+                pieces.append(await theirs.receive_some(WINDOW_BYTES))
+            assert b"".join(pieces) == frame
+            assert max(map(len, pieces)) > WINDOW_BYTES
+
+    with_hosts(scenario)
+
+
+def test_what_a_noisy_transfer_takes_is_right_on_average() -> None:
+    network = SimNetwork("noise", Frames(), noise=0.05)
+    sizes = [network.hindered(1e6) for _ in range(4000)]
+    assert statistics.mean(sizes) == pytest.approx(1e6, rel=0.005)
+    assert statistics.stdev(sizes) == pytest.approx(0.05e6, rel=0.1)
+    assert SimNetwork("calm", Frames()).hindered(1e6) == 1e6
 
 
 def test_a_one_way_cut_stalls_one_direction_and_loses_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "scenarios").glob("*.tom
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_can_be_read(path: Path) -> None:
     scenario = read_scenario(path)
-    assert scenario.duration_seconds > 0
+    assert scenario.duration_seconds > 0 or scenario.training.steps > 0
     assert len(scenario.peers) > 3
 
 
@@ -56,7 +57,7 @@ def test_ways_between_regions_are_theirs_in_both_directions() -> None:
     ("line", "other", "what", "evidence", "hint"),
     [
         ("count = 4", "cuont = 4", "unknown key `cuont` in [peers[0]]", "", "did you mean `count`"),
-        ("count = 4", "count = 0", "peers[0].count = 0 cannot be used", "at least 1", ""),
+        ("count = 4", "count = 0", "peers[0].count = 0 cannot be used", "from 1 to 100000", ""),
         ("count = 4", "seconds = 1\nspeed = 2", "peers[0].seconds", "either speed or seconds", ""),
         ("microbatches = 32", "", "training.microbatches is missing", "from 1 to 65536", ""),
         ("duration_seconds = 120", "", "would never end", "neither duration", "--duration 10m"),
@@ -66,9 +67,11 @@ def test_ways_between_regions_are_theirs_in_both_directions() -> None:
             "parameter_mb = 10",
             "parameter_mb = -1",
             "model.layers[0].parameter_mb",
-            "at least 0",
+            "from 0 to 1000000000",
             "",
         ),
+        ("forward_seconds = 0.05", "forward_seconds = inf", "forward_seconds = inf", "to 10", ""),
+        ("count = 4", "count = 4\nspeed = inf", "peers[0].speed = inf", "from 1e-06 to", ""),
     ],
 )
 def test_mistakes_are_named(line: str, other: str, what: str, evidence: str, hint: str) -> None:
@@ -127,9 +130,10 @@ def test_a_matrix_gives_ways_and_regions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"bandwidth_gbps": [[0.0] * 4] * 4}, "carries nothing"),
+        ({"bandwidth_gbps": [[0.0] * 4] * 4}, "nothing can go"),
         ({"delay_ms": [[1.0] * 3] * 4}, "is no network"),
-        ({"n": 3}, "regions for 3 hosts"),
+        ({"n": 3}, "list of 3 rows"),
+        ({"regions": ["a"]}, "regions for 4 hosts"),
     ],
 )
 def test_a_matrix_that_makes_no_sense_is_refused(
@@ -172,3 +176,24 @@ def test_times_are_read(text: str, seconds: float) -> None:
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no time"):
         duration_of(text)
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        ('action = "kill"\nevery_seconds = 1e-9', "events[0].every_seconds"),
+        ('action = "link"\npeers = [0]', "events[0].latency_ms"),
+        ('action = "link"\nregions = ["a"]\nuplink_mbps = 1', "events[0].regions"),
+    ],
+)
+def test_events_that_mean_nothing_are_refused(event: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        small({"count = 4": 'count = 4\nregion = "a"'}, f"[[events]]\n{event}\n")
+
+
+@pytest.mark.parametrize("line", ["nan,add,a", "-5,add,a", "1e999,remove,a", "5,add,", ""])
+def test_a_trace_with_a_line_that_means_nothing_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(line)
+    with pytest.raises(ConfigError, match="trace.csv is"):
+        read_churn(path)

@@ -125,7 +125,7 @@ def test_the_series_adds_up_to_what_was_committed() -> None:
     report = run_small().report
     began = report.summary.began_at_seconds
     assert began is not None
-    width = (report.summary.virtual_seconds - began) / len(report.series)
+    width = (report.summary.measured_until_seconds - began) / len(report.series)
     total = sum(point.microbatches_per_second for point in report.series) * width
     assert total == pytest.approx(report.summary.microbatches)
 
@@ -301,15 +301,80 @@ def test_mistakes_have_codes_and_no_traceback(
     assert "is not a folder" in capsys.readouterr().err
 
 
-def test_a_picture_needs_matplotlib_and_is_drawn_with_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    path = scenario_file(tmp_path)
+    assert main(["simulate", str(path), "--duration", "20", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--trace", "{folder}"], "is a folder"),
+        (["--trace", "{folder}/small.toml"], "names the same file"),
+        (["--trace", "{folder}/one.png", "--plot", "{folder}/one.png"], "names the same file"),
+        (["--plot", "{folder}/picture"], "does not end with one of .png, .svg, .pdf"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], why: str
 ) -> None:
-    path, picture = scenario_file(tmp_path), tmp_path / "picture.png"
-    wanted = ["simulate", str(path), "--duration", "20", "--plot", str(picture)]
-    code = main(wanted)
-    told_there = capsys.readouterr().err
-    if code == 0:
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    else:
-        assert code == SimulationError.exit_code
-        assert "pip install 'swarmd[plot]'" in told_there
+    pytest.importorskip("matplotlib")
+    path = scenario_file(tmp_path)
+    wanted = [each.format(folder=tmp_path) for each in options]
+    assert main(["simulate", str(path), *wanted]) == SimulationError.exit_code
+    assert why in capsys.readouterr().err
+    assert path.read_text() == SMALL
+
+
+# --- what comes to nothing -----------------------------------------------------------------------
+
+FIVE_STAGES = {"stages = 4": "stages = 5"}
+
+
+def test_a_swarm_that_never_begins_says_why() -> None:
+    report = simulate(small(FIVE_STAGES)).report
+    assert "5 stages need 5 peers, 4 have joined" in report.summary.trouble
+    assert "it stood still at the end: 5 stages need 5 peers" in told(report)
+
+
+def test_a_swarm_that_never_ends_is_given_up() -> None:
+    endless = {"duration_seconds = 120\n": "", "stages = 4": "stages = 5\nsteps = 4"}
+    with pytest.raises(SimulationError, match="stood still for 60 minutes") as failed:
+        simulate(small(endless))
+    assert "5 stages need 5 peers" in failed.value.evidence[0]
+
+
+def test_a_step_under_way_at_the_end_does_not_count() -> None:
+    """However short the simulation, rates are those of whole steps."""
+    rates = []
+    for seconds in (60, 90):
+        report = simulate(small({"duration_seconds = 120": f"duration_seconds = {seconds}"})).report
+        assert report.summary.measured_until_seconds == report.commits[-1]
+        rates.append(report.summary.microbatches_per_second)
+    assert rates[0] == pytest.approx(rates[1], rel=0.05)
+
+
+def test_links_without_a_limit_are_as_good_as_ever() -> None:
+    event = '[[events]]\naction = "link"\nat_seconds = 20\npeers = [0]\nuplink_mbps = 0\n'
+    report = simulate(small({"duration_seconds = 120": "duration_seconds = 60"}, event)).report
+    assert report.events[0].what == "other links: p0"
+    assert report.commits[-1] > 40
+
+
+def test_whoever_interrupts_is_told_nothing_of_defects(tmp_path: Path) -> None:
+    """The process is interrupted as by Ctrl-C once its first task is computed."""
+    path = scenario_file(tmp_path)
+    path.write_text(SMALL.replace("duration_seconds = 120", "duration_seconds = 1000000"))
+    program = (
+        "import os, signal, sys\n"
+        "from swarm.cli import main\n"
+        "from swarm.simulation.account import Account\n"
+        "Account.worked = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", program, "simulate", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

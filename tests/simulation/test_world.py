@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import trio
 
+from protocol.messages import BY_NUMBER
 from protocol.records import PlanBody
+from protocol.signing import PeerId
+from swarm.core import drafting
 from swarm.core.model import Profile
+from swarm.core.roles import Roles
 from swarm.core.scheduling.planning import candidates_of, members_of, version_before
 from swarm.core.verification import JOIN_REQUEST_EPOCHS
 from swarm.peer.control import Control
@@ -17,6 +22,7 @@ from swarm.simulation.executor import SimExecutor
 from swarm.simulation.fakes import SimCheckpoints
 from swarm.simulation.network import Weather
 from swarm.simulation.physics import Physics, integer_training
+from swarm.simulation.process import Process
 from swarm.simulation.scenarios import STROKES, draw_storm, run_storm
 from swarm.simulation.trace import SimulationFailure
 from swarm.simulation.world import Options, World
@@ -54,15 +60,75 @@ def test_a_quiet_swarm_ends_with_the_weights_of_the_plain_loop(stages: int) -> N
 @pytest.mark.parametrize("seed", range(4))
 def test_a_planned_change_costs_no_work(seed: int) -> None:
     """The council grows by plans of their own while the swarm trains: no microbatch is computed
-    twice, since the change waits for a step's end and nothing is fed beyond it."""
+    twice, since the change waits for a step's end and nothing is fed beyond it. Steps are longer
+    than a decision takes."""
     computed: list[str] = []
-    world = World(seed, options(peers=6, stages=3))
+    world = World(seed, options(peers=6, stages=3, speeds=(0.5,) * 6))
     world.on_point = lambda process, point: computed.append(point)
     outcome = world.run(undisturbed)
     assert outcome.epochs >= 3
     training = world.options.physics.training
     assert computed.count("after turn") == training.steps * training.microbatches_per_step
     assert computed.count("before forward") == 2 * computed.count("after turn")
+
+
+class Counting(World):
+    """Counts what its daemons send, by kind."""
+
+    sent: Counter[str]
+
+    def frame(
+        self, sending: bool, process: Process, other: PeerId, number: int, header: bytes
+    ) -> None:
+        if sending:
+            self.sent[BY_NUMBER[number].__name__] += 1
+        super().frame(sending, process, other, number, header)
+
+
+def test_of_many_each_is_told_of_a_plan_once() -> None:
+    """Some hear of it by others first, and some are heard at the old one: it is on its way."""
+    many = 16
+    physics = Physics(integer_training(steps=500, microbatches=8))
+    world = Counting(1, options(physics=physics, peers=many, speeds=(0.1,) * many))
+    world.sent = Counter()
+
+    async def one_dies(world: World) -> None:
+        assert isinstance(world, Counting)
+        for peer in world.peers:
+            world.start(peer.number)
+        await trio.sleep(60)
+        before = world.newest_epoch()
+        world.sent.clear()
+        world.kill(many - 1)
+        await trio.sleep(40)
+        assert world.newest_epoch() == before + 1
+        assert world.sent["Certified"] == many - 2
+        assert world.sent["GetChain"] == 0
+
+    world.run(one_dies)
+
+
+def test_while_nothing_is_new_improvements_are_seldom_thought_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of minutes, in which the leader's council says every second how it is."""
+    thoughts: list[float] = []
+    think = drafting.follow_aims
+
+    def counted(roles: Roles) -> None:
+        thoughts.append(trio.current_time())
+        think(roles)
+
+    async def quiet(world: World) -> None:
+        for peer in world.peers:
+            world.start(peer.number)
+        await trio.sleep(700)
+
+    monkeypatch.setattr(drafting, "follow_aims", counted)
+    physics = Physics(integer_training(steps=500, microbatches=8))
+    World(1, options(physics=physics, peers=4, speeds=(0.001,) * 4)).run(quiet)
+    late = [at for at in thoughts if at > 400]
+    assert 5 <= len(late) <= 40
 
 
 def test_voters_far_from_each_other_are_patient() -> None:

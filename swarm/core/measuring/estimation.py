@@ -24,6 +24,10 @@ BOUND_SPREAD = 0.5
 # --- averages ------------------------------------------------------------------------------------
 
 
+MOST_BYTES_PER_SECOND = 1e15
+"""What seems to be quicker was not measured but made up."""
+
+
 @dataclass
 class Average:
     """An exponentially weighted mean of positive numbers, and its relative standard error.
@@ -93,6 +97,8 @@ def train_rate(arrivals: Sequence[float], chunk_bytes: int) -> Rate | None:
     if not slopes:
         return None
     seconds = statistics.median(slopes)
+    if seconds * MOST_BYTES_PER_SECOND < chunk_bytes:
+        return None
     deviation = statistics.median([abs(slope - seconds) for slope in slopes]) / seconds
     missing = len(windows) / len(slopes) - 1
     return Rate(chunk_bytes / seconds, max(deviation + missing, LEAST_SPREAD))

@@ -22,7 +22,9 @@ from protocol.records import (
 from protocol.signing import PeerId
 
 TELL_SECONDS = 10.0
-"""Estimates are not told more often."""
+"""Estimates are not told more often,"""
+FIRST_WORDS, FIRST_SECONDS = 8, 2.0
+"""but for the first words of a peer: the first plan waits for them."""
 NEWS_SECONDS = 60.0
 """What has changed little waits for so long."""
 NEWS_RATIO = 1.1
@@ -71,7 +73,8 @@ class Telling:
         if said is not None:
             made = replace(_settled(said, made), sequence=said.sequence)
             age = now - self._said_at
-            is_due = age >= NEWS_SECONDS or (age >= TELL_SECONDS and _is_news(said, made))
+            pause = FIRST_SECONDS if said.sequence < FIRST_WORDS else TELL_SECONDS
+            is_due = age >= NEWS_SECONDS or (age >= pause and _is_news(said, made))
             if made == said or not is_due:
                 return None
         made = replace(made, sequence=1 if said is None else said.sequence + 1)

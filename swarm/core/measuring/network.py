@@ -133,6 +133,7 @@ def _latency(told: _Told, where: Coordinates, near: csr_array) -> Floats:
         wanted = np.log(np.where(is_known, told.seconds, 1.0))
         correction, _ = _smoothed(np.where(is_known, wanted - model, 0.0), is_known, near)
         made = np.where(is_known, told.seconds, np.exp(model + correction))
+        made = np.clip(made, LEAST_SECONDS, MOST_SECONDS)
     np.fill_diagonal(made, 0.0)
     return made
 

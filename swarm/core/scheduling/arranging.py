@@ -15,7 +15,7 @@ import numpy as np
 from protocol.records import FeederPlan, Member, StagePlan, TensorSpec
 from swarm.core.scheduling.cost import Prediction, predict, stage_path_seconds
 from swarm.core.scheduling.problem import Assignment, Problem
-from swarm.core.scheduling.wiring import NO_FLOW, Flow, best_flow, proportional_flow
+from swarm.core.scheduling.wiring import NO_FLOW, Flow, best_flow, narrow_flow, proportional_flow
 from swarm.errors import NoFeasiblePlan
 
 MAX_EDGES = 20_000
@@ -23,6 +23,10 @@ MAX_EDGES = 20_000
 WORTH = 0.98
 """A linear program's wiring is taken if a step takes less than this part of the time: the other
 one uses more ways, so that it adapts."""
+WIDER = 1.005
+"""Few ways are used unless a step takes more than this many times as long."""
+FEW = 4
+"""Of a stage with fewer replicas every way is used: they can shift load between them."""
 ROUNDING = 1e-6
 SHARE_UNITS = 64
 SHARD_UNITS = 1000
@@ -118,6 +122,10 @@ def unfed(
 def _flow(problem: Problem, assignment: Assignment, programs: bool) -> Flow:
     """Return the wiring that is worth its price."""
     simple = proportional_flow(problem, assignment)
+    if min(map(len, assignment.groups)) >= FEW:
+        narrow = narrow_flow(problem, assignment, simple)
+        seconds = [predict(problem, assignment, flow).kept_seconds for flow in (narrow, simple)]
+        simple = narrow if seconds[0] <= WIDER * seconds[1] else simple
     sizes = [len(assignment.feeders), *map(len, assignment.groups)]
     if not programs or sum(a * b for a, b in pairwise(sizes)) > MAX_EDGES:
         return simple

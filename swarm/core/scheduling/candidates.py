@@ -62,7 +62,7 @@ class Budget:
     """Starts from which the search goes downhill."""
     kicks: int
     """Random moves away from the best, each with another descent."""
-    candidates: int = 400
+    candidates: int = 1200
     """What each search on grids tries."""
     rounds: int = 2
     """So many searches for each number of stages at first; for the best, FINAL_ROUNDS as many."""
@@ -76,9 +76,9 @@ def budget_for(problem: Problem) -> Budget:
     if len(problem.peers) <= FEW_PEERS:
         return Budget(programs=200, neighbours=150, descents=2, kicks=8, rounds=1)
     if len(problem.peers) <= SOME_PEERS:
-        return Budget(programs=150, neighbours=400, descents=3, kicks=4, candidates=1600)
+        return Budget(programs=150, neighbours=400, descents=3, kicks=4, candidates=4800)
     if len(problem.peers) <= MOST_KEPT:
-        return Budget(programs=60, neighbours=100, descents=2, kicks=0, candidates=1600, rounds=4)
+        return Budget(programs=60, neighbours=100, descents=2, kicks=0, candidates=3200, rounds=4)
     tried = min(3_000, 2_000_000 // len(problem.peers))
     return Budget(programs=4, neighbours=0, descents=2, kicks=0, candidates=tried, rounds=3)
 

@@ -1,22 +1,25 @@
-"""An assignment of peers to ordered stage groups as a grid, and what it and its neighbours cost.
+"""Assignments of peers to ordered stage groups as grids, and what they and their neighbours cost.
 
 A grid (R, W) has one row per stage and one column per place in a group; a place holds a peer
 (0..n-1) or nobody (EMPTY). Rows after the stages are the bench: their peers take no part.
 
-The rule: many candidates are evaluated at once, and each costs what its grid costs from scratch;
-what would be too dear even if its changed groups cost nothing is not evaluated further.
+The rule: many candidates of many grids are evaluated at once, and each costs what its grid costs
+from scratch; what would be too dear even if its changed groups cost nothing is not evaluated
+further.
 
-Shapes: R rows, W columns, N = R * W places row by row, S stages, B candidates, C of them that are
-evaluated fully, L places exchanged on either side, T rows touched.
+Shapes: R rows, W columns, N = R * W places column by column (a boundary is then a view of them),
+S stages, K walks, B candidates, as many of each walk and walk by walk, C of them that are evaluated
+fully, L places exchanged on either side, T rows touched.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.intp]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 EMPTY = -1
 SAME = 1e-9
@@ -55,6 +58,19 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class Softenable(Objective, Protocol):
+    """An objective of extremes that can be eased; a search profits from it, but needs it not.
+
+    Where only the slowest counts, most exchanges change nothing, and those that make the second
+    slowest faster are in vain. With the mean mixed in, every exchange tells whether it is good.
+    """
+
+    def softened(self, softness: float) -> Objective:
+        """Return the objective with this share of the mean in each maximum: 0 is none, 1 all."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Exchanges:
     """B candidates, each of which exchanges what places `ones` hold with what `others` hold.
@@ -70,109 +86,150 @@ class Exchanges:
     """(T, B): rows whose groups may change, possibly with repetitions; the order in a group
     alone is no change."""
 
-    def take(self, chosen: Ints) -> "Exchanges":
-        """Return the candidates of these numbers."""
-        return Exchanges(self.ones[:, chosen], self.others[:, chosen], self.rows[:, chosen])
-
 
 def evaluate(objective: Objective, stages: int, grid: Ints) -> float:
     """Return what a grid costs, evaluated from scratch."""
-    return Walk(objective, stages, grid).cost
+    return float(Walks(objective, stages, grid[None]).costs[0])
 
 
-class Walk:
-    """A grid that exchanges change one after the other, what it costs, and the best it was."""
+class Walks:
+    """K grids that exchanges change one after the other, what they cost, and the best they were."""
 
-    def __init__(self, objective: Objective, stages: int, grid: Ints) -> None:
-        self._objective, self._stages = objective, stages
-        self._rows, self._width = grid.shape
-        self.contents: Ints = grid.astype(np.intp).ravel()
-        self._groups = np.zeros(self._rows)
-        hosts = np.ascontiguousarray(grid[:stages].T, dtype=np.intp)
-        self._groups[:stages] = objective.group_costs(np.arange(stages), hosts)
-        boundaries = self._boundaries(self.contents[:, None])
-        self.cost = float(self._total(self._groups[:, None], boundaries)[0])
-        self.best_cost, self.best = self.cost, self.grid
+    def __init__(self, objective: Objective, stages: int, grids: Ints) -> None:
+        """`grids` (K, R, W) are where the walks begin; all hold the same peers."""
+        self.count, self._rows, self._width = grids.shape
+        self._stages = stages
+        places_first = grids.transpose(2, 1, 0).reshape(-1, self.count)
+        self.contents: Ints = np.array(places_first, dtype=np.intp, order="C")
+        """(N, K)."""
+        self.places: Ints = np.zeros((int(grids.max(initial=EMPTY)) + 2, self.count), np.intp)
+        """(n + 1, K): where each peer is; the last row, that of EMPTY, means nothing."""
+        self._note_places(np.arange(self.count))
+        self.price(objective)
 
-    @property
-    def grid(self) -> Ints:
-        """Return a copy of the grid as it is now."""
-        return self.contents.reshape(self._rows, self._width).copy()
+    def price(self, objective: Objective) -> None:
+        """Continue with another objective; what was the best by the former is forgotten."""
+        self._objective = objective
+        stages = np.arange(self._stages).repeat(self.count)
+        columns = self.contents.reshape(self._width, self._rows, self.count)
+        hosts = columns[:, : self._stages].reshape(self._width, -1)
+        self._groups = np.zeros((self._rows, self.count))
+        groups = objective.group_costs(stages, hosts).reshape(self._stages, self.count)
+        self._groups[: self._stages] = groups
+        self.costs = self._total(self._groups, self._boundaries(self.contents))
+        """(K,)."""
+        self.best_costs, self._best = self.costs.copy(), self.contents.copy()
+
+    def grids(self) -> Ints:
+        """Return the grids (K, R, W) as they are now."""
+        return self._as_grids(self.contents)
+
+    def best_grids(self) -> Ints:
+        """Return the best grids (K, R, W) since they were priced; they cost `best_costs` (K,)."""
+        return self._as_grids(self._best)
 
     def costs_after(self, exchanges: Exchanges, limits: Floats) -> Floats:
-        """Return (B,): what the grid would cost after each; infinity if above its limit (B,)."""
+        """Return (B,): what a grid would cost after each; infinity if above its limit (B,)."""
         costs = self._tried(exchanges, limits)[0]
         return np.where(costs <= limits, costs, np.inf)
 
-    def advance(self, exchanges: Exchanges, slacks: Floats) -> int:
-        """Make those that change the cost, but raise it by no more than their slack (B,), in order.
+    def advance(
+        self,
+        exchanges: Exchanges,
+        slacks: Floats,
+        least: Floats | float = 0.0,
+        *,
+        choosy: bool = False,
+    ) -> int:
+        """Make of each walk the first that raises its cost by no more than its slack; or, if it is
+        to be choosy, of all such the one whose cost is farthest below what it might be.
 
-        Whatever does not fit the grid as it was at first is not tried again. Returns how many
-        exchanges were made.
+        `slacks` are (B,). What changes a cost by no more than `least` (K,) is not made: it leads
+        nowhere, and ends the batch of its walk. Returns how many walks have moved.
         """
-        made = 0
-        while slacks.size:
-            limits = self.cost + slacks
-            costs, evaluated, contents, groups = self._tried(exchanges, limits)
-            fitting = np.flatnonzero((costs <= limits) & self._differ(costs))
-            if not fitting.size:
-                break
-            first, later = fitting[0], fitting[1:]
-            self.contents = contents[:, first].copy()
-            self._groups = groups[:, np.searchsorted(evaluated, first)].copy()
-            self.cost = float(costs[first])
-            if self.cost < self.best_cost:
-                self.best_cost, self.best = self.cost, self.grid
-            made += 1
-            exchanges, slacks = exchanges.take(later), slacks[later]
-        return made
+        limits = slacks + self.costs.repeat(slacks.size // self.count)
+        costs, evaluated, contents, groups = self._tried(exchanges, limits)
+        fitting = (costs <= limits).reshape(self.count, -1)
+        fitting &= self._differ(costs.reshape(self.count, -1), least)
+        walks = np.flatnonzero(fitting.any(axis=1))
+        if walks.size:
+            ranks = np.where(fitting, 0.0, 1.0)
+            if choosy:
+                np.subtract(costs, limits, out=ranks.reshape(-1), where=fitting.reshape(-1))
+            made = walks * fitting.shape[1] + ranks[walks].argmin(axis=1)
+            self.contents[:, walks] = contents.take(made, axis=1)
+            self._groups[:, walks] = groups.take(evaluated.searchsorted(made), axis=1)
+            self.costs[walks] = costs[made]
+            self._note_places(walks)
+            better = walks[self.costs[walks] < self.best_costs[walks]]
+            self.best_costs[better] = self.costs[better]
+            self._best[:, better] = self.contents[:, better]
+        return walks.size
 
-    def _differ(self, costs: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        if not np.isfinite(self.cost):
-            return np.isfinite(costs)
-        return np.abs(costs - self.cost) > SAME * self.cost
+    # --- what was tried --------------------------------------------------------------------------
+
+    def _differ(self, costs: Floats, least: Floats | float) -> Bools:
+        """Return where costs (K, B / K) differ from those of the walks; infinite ones do not."""
+        band = np.where(np.isfinite(self.costs), self.costs * SAME + least, 0.0)
+        low, high = self.costs - band, self.costs + band
+        return (costs < low[:, None]) | ((costs > high[:, None]) & np.isfinite(costs))
 
     def _tried(self, exchanges: Exchanges, limits: Floats) -> tuple[Floats, Ints, Ints, Floats]:
         """Return costs (B,), infinite where not evaluated; what was evaluated (C,); contents (N, B)
         and groups' costs (R, C) afterwards."""
-        every = np.arange(limits.size)
-        contents: Ints = np.repeat(self.contents, every.size)
-        contents[exchanges.ones * every.size + every] = self.contents.take(exchanges.others)
-        contents[exchanges.others * every.size + every] = self.contents.take(exchanges.ones)
-        contents = contents.reshape(-1, every.size)
+        size, each = limits.size, limits.size // self.count
+        every = np.arange(size)
+        walks = every // each
+        ones, others = exchanges.ones, exchanges.others
+        held = self.contents.take(ones * self.count + walks)
+        contents = self.contents.repeat(each, axis=1)
+        flat = contents.ravel()
+        flat[ones * size + every] = self.contents.take(others * self.count + walks)
+        flat[others * size + every] = held
         boundaries = self._boundaries(contents)
-        groups: Floats = np.repeat(self._groups, every.size)
-        groups[exchanges.rows * every.size + every] = 0.0
-        groups = groups.reshape(-1, every.size)
+        groups = self._groups.repeat(each, axis=1)
+        groups.ravel()[exchanges.rows * size + every] = 0.0
         evaluated = np.flatnonzero(self._total(groups, boundaries) <= limits)
-        costs = np.full(every.size, np.inf)
+        costs = np.full(size, np.inf)
         if evaluated.size:
-            rows = exchanges.rows.take(evaluated, axis=1)
-            groups = self._regrouped(groups.take(evaluated, axis=1), rows, contents, evaluated)
+            groups = groups.take(evaluated, axis=1)
+            self._regroup(groups, exchanges.rows.take(evaluated, axis=1), contents, evaluated)
             costs[evaluated] = self._total(groups, boundaries.take(evaluated, axis=1))
         return costs, evaluated, contents, groups
 
-    def _regrouped(self, groups: Floats, rows: Ints, contents: Ints, evaluated: Ints) -> Floats:
-        """Return the groups' costs (R, C) with those of `rows` (T, C) evaluated."""
-        candidates = np.broadcast_to(np.arange(evaluated.size), rows.shape)
-        hosting = rows < self._stages
-        rows, candidates = rows[hosting], candidates[hosting]
+    def _regroup(self, groups: Floats, rows: Ints, contents: Ints, evaluated: Ints) -> None:
+        """Evaluate the costs of `rows` (T, C) among those of the groups (R, C)."""
+        candidates = np.arange(rows.size) % evaluated.size
+        rows = rows.ravel()
+        if self._stages < self._rows:
+            hosting = np.flatnonzero(rows < self._stages)
+            rows, candidates = rows[hosting], candidates[hosting]
         if rows.size:
-            places = rows * self._width + np.arange(self._width)[:, None]
-            peers = contents.ravel().take(places * contents.shape[1] + evaluated[candidates])
+            size = contents.shape[1]
+            columns = np.arange(self._width)[:, None] * (self._rows * size)
+            places = rows * size + evaluated.take(candidates) + columns
+            peers = contents.take(places, mode="clip")  # in range, and faster than to check it
             groups[rows, candidates] = self._objective.group_costs(rows, peers)
-        return groups
+
+    # --- parts of grids --------------------------------------------------------------------------
 
     def _boundaries(self, contents: Ints) -> Floats:
         """Return (S - 1, B) from contents (N, B)."""
         count, boundaries = contents.shape[1], self._stages - 1
         if not boundaries:
             return np.zeros((0, count))
-        columns = contents.reshape(self._rows, self._width, count).swapaxes(0, 1)
+        columns = contents.reshape(self._width, self._rows, count)
         before = columns[:, :boundaries].reshape(self._width, -1)
         after = columns[:, 1 : self._stages].reshape(self._width, -1)
-        numbers = np.repeat(np.arange(boundaries), count)
+        numbers = np.arange(boundaries).repeat(count)
         return self._objective.boundary_costs(numbers, before, after).reshape(boundaries, count)
 
     def _total(self, groups: Floats, boundaries: Floats) -> Floats:
         return self._objective.total(groups[: self._stages], boundaries)
+
+    def _note_places(self, walks: Ints) -> None:
+        self.places[self.contents[:, walks], walks] = np.arange(len(self.contents))[:, None]
+
+    def _as_grids(self, contents: Ints) -> Ints:
+        columns = contents.reshape(self._width, self._rows, self.count)
+        return columns.transpose(2, 1, 0).copy()

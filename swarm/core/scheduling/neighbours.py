@@ -3,18 +3,24 @@
 In good assignments near peers lie in runs down the columns, so runs are exchanged as well as single
 peers; and a run is chosen because its first peer is near the one that it would come to lie next to.
 
-The rule: what is drawn depends on the grid and the generator, never on costs.
+The rule: what is drawn depends on the grids and the generator, never on costs.
+
+Shapes: as in grid.py; a place is column * R + row, so one step down a column is 1.
 """
 
 import numpy as np
 
-from swarm.core.scheduling.grid import EMPTY, Exchanges, Floats, Ints
+from swarm.core.scheduling.grid import EMPTY, Bools, Exchanges, Floats, Ints, Walks
 
-NEAR_PEERS = 12
-ANYWHERE = 0.15
+NEAR_PEERS = 8
+NEARER = 2
+"""The power by which the nearest of them are preferred."""
+ANYWHERE = 0.05
 """Share of single exchanges and runs that look for no near peer."""
 SINGLES, RUNS, SIDEWAYS = 0.45, 0.25, 0.25
 """Shares of the kinds; what remains are reversals of stages."""
+LONG = 0.6
+"""Share of sideways exchanges of more than one row."""
 
 
 class Neighbours:
@@ -26,66 +32,52 @@ class Neighbours:
         apart = distances.copy()
         np.fill_diagonal(apart, np.inf)
         near = max(1, min(NEAR_PEERS, len(apart) - 1))
-        self._near = np.argsort(apart, axis=1, kind="stable")[:, :near]
+        self._near = np.argsort(apart, axis=1, kind="stable")[:, :near].astype(np.intp)
 
-    def draw(self, contents: Ints, count: int, rng: np.random.Generator) -> Exchanges:
-        """Return `count` candidates, all of one kind and length; `contents` (N,) is row by row."""
-        kind, share = rng.random(2)
-        chances = rng.random((5, count))
+    def draw(self, walks: Walks, count: int, rng: np.random.Generator) -> Exchanges:
+        """Return `count` candidates of each walk, all of one kind and length."""
+        kind, share, long = rng.random(3)
+        chances = rng.random((5, walks.count * count))
         longest = max(1, self._stages // 2)
         if kind < SINGLES or self._stages == 1:
-            return self._runs(contents, 1, chances)
+            return self._singles(walks, chances)
         if kind < SINGLES + RUNS:
-            return self._runs(contents, 1 + int(share * longest), chances)
+            return self._runs(walks, 1 + int(share * longest), chances)
         if kind < SINGLES + RUNS + SIDEWAYS:
-            long = chances[3, 0] < 0.6
-            return self._sideways(1 + int(share * (self._stages - 1)) if long else 1, chances)
+            return self._sideways(
+                1 + int(share * (self._stages - 1)) if long < LONG else 1, chances
+            )
         return self._reversals(1 + int(share * longest), chances)
 
-    def _runs(self, contents: Ints, length: int, chances: Floats) -> Exchanges:
+    def _singles(self, walks: Walks, chances: Floats) -> Exchanges:
+        """Exchange one peer with one that is near to who is above or below its place."""
+        one, down = self._ends(chances)
+        ones, others = one[None], self._near_places(walks, one - down, chances)[None]
+        return Exchanges(ones, others, np.concatenate((ones, others)) % self._rows)
+
+    def _runs(self, walks: Walks, length: int, chances: Floats) -> Exchanges:
         """Exchange two vertical runs; what would overlap or leave the grid changes nothing."""
-        places = contents.size
-        ones, down = self._ends(chances[:2])
-        near = self._near_places(contents, ones - down, chances[2])
-        others = np.where(chances[3] < ANYWHERE, (chances[4] * places).astype(np.intp), near)
+        one, down = self._ends(chances)
+        other = self._near_places(walks, one - down, chances)
+        either = np.where(chances[4] * 1024 % 1 < 0.5, 1, -1)
+        steps = length - 1
+        bad = self._leave(one, steps * down) | self._leave(other, steps * either)
+        low, high = np.minimum(one, one + steps * down), np.maximum(one, one + steps * down)
+        last = other + steps * either
+        bad |= (low <= np.maximum(other, last)) & (np.minimum(other, last) <= high)
         offsets = np.arange(length)[:, None]
-        either = np.where(chances[4] * 1024 % 1 < 0.5, self._width, -self._width)
-        first, second = ones + offsets * down, others + offsets * either
-        if length > 1:
-            low, high = np.minimum(first[0], first[-1]), np.maximum(first[0], first[-1])
-            lowest, highest = np.minimum(second[0], second[-1]), np.maximum(second[0], second[-1])
-            outside = (np.minimum(low, lowest) < 0) | (np.maximum(high, highest) >= places)
-            overlap = ((ones - others) % self._width == 0) & (low <= highest) & (lowest <= high)
-            first = np.where(outside | overlap, 0, first)
-            second = np.where(outside | overlap, 0, second)
-        return Exchanges(first, second, np.concatenate((first, second)) // self._width)
-
-    def _ends(self, chances: Floats) -> tuple[Ints, Ints]:
-        """Return places (B,) and the steps (B,) that lead to them from the place above or below."""
-        ones = (chances[0] * (self._rows * self._width)).astype(np.intp)
-        if self._rows == 1:
-            return ones, np.zeros_like(ones)
-        step = np.where(chances[1] < 0.5, self._width, -self._width)
-        before = ones - step
-        outside = (before < 0) | (before >= self._rows * self._width)
-        return ones, np.where(outside, -step, step)
-
-    def _near_places(self, contents: Ints, places: Ints, chance: Floats) -> Ints:
-        """Return where peers are that are near to those at `places` (B,); near nobody is nobody."""
-        held = contents != EMPTY
-        place_of = np.zeros(len(self._near), np.intp)
-        place_of[contents[held]] = np.flatnonzero(held)
-        peers = contents[places]
-        near = self._near[peers, (chance * self._near.shape[1]).astype(np.intp)]
-        return np.where(peers == EMPTY, places, place_of[near])
+        ones = np.where(bad, 0, one + offsets * down)
+        others = np.where(bad, 0, other + offsets * either)
+        return Exchanges(ones, others, np.concatenate((ones, others)) % self._rows)
 
     def _sideways(self, length: int, chances: Floats) -> Exchanges:
         """Exchange runs of two columns in the same rows: groups stay as they are."""
         top = (chances[0] * (self._stages - length + 1)).astype(np.intp)
         one = (chances[1] * self._width).astype(np.intp)
         other = (one + 1 + (chances[2] * (self._width - 1)).astype(np.intp)) % self._width
-        starts = (top + np.arange(length)[:, None]) * self._width
-        return Exchanges(starts + one, starts + other, np.zeros((0, one.size), np.intp))
+        starts = top + np.arange(length)[:, None]
+        rows = np.zeros((0, one.size), np.intp)
+        return Exchanges(starts + one * self._rows, starts + other * self._rows, rows)
 
     def _reversals(self, half: int, chances: Floats) -> Exchanges:
         """Reverse consecutive stages: `half` at either end, and one or none between them."""
@@ -97,7 +89,35 @@ class Neighbours:
         rows = np.concatenate((ones, others))
         return Exchanges(self._places_of(ones), self._places_of(others), rows)
 
+    # --- places ----------------------------------------------------------------------------------
+
+    def _ends(self, chances: Floats) -> tuple[Ints, Ints]:
+        """Return places (B,) and the steps (B,) that lead to them from the place above or below."""
+        ones = (chances[0] * (self._rows * self._width)).astype(np.intp)
+        if self._rows == 1:
+            return ones, np.zeros_like(ones)
+        step = np.where(chances[1] < 0.5, 1, -1)
+        before = ones % self._rows - step
+        return ones, np.where((before < 0) | (before >= self._rows), -step, step)
+
+    def _near_places(self, walks: Walks, places: Ints, chances: Floats) -> Ints:
+        """Return where peers are that are near to those at `places` (B,), or, for a few, any place;
+        near nobody is nobody."""
+        each = np.arange(places.size) // (places.size // walks.count)
+        peers = walks.contents.take(places * walks.count + each)
+        nearest = (chances[2] ** NEARER * self._near.shape[1]).astype(np.intp)
+        near = self._near.take(peers * self._near.shape[1] + nearest, mode="wrap")
+        found = np.where(peers == EMPTY, places, walks.places.take(near * walks.count + each))
+        anywhere = np.flatnonzero(chances[3] < ANYWHERE)
+        found[anywhere] = (chances[4, anywhere] * (self._rows * self._width)).astype(np.intp)
+        return found
+
+    def _leave(self, places: Ints, steps: Ints) -> Bools:
+        """Return whether so many steps down their columns lead out of the grid."""
+        last = places % self._rows + steps
+        return (last < 0) | (last >= self._rows)
+
     def _places_of(self, rows: Ints) -> Ints:
         """Return (T * W, B): all places of rows (T, B)."""
-        places = rows[:, None] * self._width + np.arange(self._width)[:, None]
+        places = rows[:, None] + np.arange(self._width)[:, None] * self._rows
         return places.reshape(-1, rows.shape[1])

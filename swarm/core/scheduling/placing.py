@@ -10,6 +10,7 @@ peers, the cuts are moved as long as that helps.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,7 +35,19 @@ MOST_PLACES = 16
 FEWEST_UNITS = 32
 WIDER = 1.6
 """A stage has room for so many times the average group."""
-CONTENDERS = 2
+BEGUN = 2
+"""Assignments that a search begins from: the best so far and another of as many stages."""
+CONTENDERS, PHASES = 4, 3
+COOLING = Cooling(
+    contenders=CONTENDERS,
+    survivors=1,
+    phases=PHASES,
+    hot=0.0015,
+    cold=0.0003,
+    hottest=0.005,
+    shuffled=False,
+)
+"""One tournament around what is known: assignments at random are far from any that fit."""
 PARTS = ((0.5, 0.5), (0.75, 0.1), (0.5, 0.7), (0.75, 0.3), (0.5, 0.0))
 """Of the slowest group's seconds and of the longest reduction so far, what a round does not mind; a
 round without a gain is followed by the next parts, the last of these by no other round."""
@@ -100,15 +113,15 @@ class Placing:
         count = len(units.groups)
         width = min(math.ceil(WIDER * count / stages) + 1, count)
         begin = [groups, *(each for cut, each in others if len(cut) == stages and each != groups)]
-        length = candidates // (CONTENDERS * (1 + CONTENDERS.bit_length() - 1))
+        length = max(1, candidates // (CONTENDERS * PHASES))
         found = search(
             estimate,
-            grids_of(begin[:CONTENDERS], units.groups, width),
+            grids_of(begin[:BEGUN], units.groups, width),
             stages,
             estimate.distances(),
             budget=candidates,
             rng=self._rng,
-            cooling=Cooling(contenders=CONTENDERS, candidates=max(length, 1), hottest=0.03),
+            cooling=replace(COOLING, candidates=length),
         )
         made = groups_of(found.grid, stages, units.groups)
         if found.cost < INFEASIBLE and all(made):

@@ -7,6 +7,7 @@ reviewer makes it anew from the estimates that come with the plan, and nobody ca
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from swarm.core.scheduling.problem import (
 )
 from swarm.core.scheduling.wiring import Flow
 
+Number = TypeVar("Number", int, float)
 SAFE_REPLICAS = 2
 SNAPSHOTS = 8
 """So many problems are remembered."""
@@ -139,13 +141,14 @@ def _layers(asked: Sequence[JoinRequest]) -> tuple[Layer, ...]:
             backward_seconds=_median([each.backward_seconds for each in column]),
             parameter_bytes=column[0].parameter_bytes,
             output_bytes=column[0].output.nbytes,
-            activation_bytes=max(each.activation_bytes for each in column),
+            activation_bytes=_median([each.activation_bytes for each in column]),
         )
         for column in zip(*(request.layers for request in asked), strict=True)
     )
 
 
-def _median(values: list[float]) -> float:
+def _median(values: list[Number]) -> Number:
+    """Return the upper median: one of the values."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2]
 

@@ -31,6 +31,7 @@ __all__ = [
     "edge_seconds",
     "feeding_rates",
     "loads_of",
+    "narrow_flow",
     "proportional_flow",
     "sources_of",
     "stage_limits",
@@ -39,6 +40,8 @@ __all__ = [
 NO_FLOW = 1e-9
 """Shares below this are rounding."""
 FITTING_ROUNDS = 20
+NO_WAY = 1e-3
+"""A way that carries less than this part of what a replica takes is none."""
 
 
 def best_flow(problem: Problem, assignment: Assignment, *, path_weight: float = 1.0) -> Flow:
@@ -134,6 +137,40 @@ def proportional_flow(problem: Problem, assignment: Assignment) -> Flow:
         flow = np.minimum(rates, np.minimum(before[:, None], after[None, :]))
         wiring.append(_fitted(flow * _quickness(problem, assignment, stage), before, after))
     return Flow(shares / shares.sum(), tuple(wiring))
+
+
+def narrow_flow(problem: Problem, assignment: Assignment, flow: Flow) -> Flow:
+    """Return a flow in which everybody sends, and gets, as much as in another one, by few ways.
+
+    Sources and targets lie side by side, those of a region together, each as wide as its part; what
+    overlaps is a way (the north-west corner rule for transport problems): of n sources and m
+    targets at most n + m - 1. So microbatches arrive at even distances, and few of them have to be
+    under way to keep all busy: with a way from each to each they meet in queues by chance.
+    """
+    shares, wiring, units = flow.feeder_shares, [flow.wiring[0]], flow.unit
+    for stage in range(1, len(assignment.groups)):
+        unit = units[stage]
+        rows = _by_place(problem, sources_of(assignment, stage))
+        columns = _by_place(problem, assignment.groups[stage])
+        parts = unit.sum(axis=1)[rows], unit.sum(axis=0)[columns]
+        ends = [np.cumsum(part) / part.sum() for part in parts]
+        begins = [end - part / part.sum() for end, part in zip(ends, parts, strict=True)]
+        shared = np.minimum(ends[0][:, None], ends[1][None, :]) - np.maximum(
+            begins[0][:, None], begins[1][None, :]
+        )
+        kept = np.where(shared > NO_WAY / max(unit.shape), shared, 0.0)
+        weights = np.array(flow.wiring[stage])
+        for place, row in zip(rows, kept, strict=True):
+            if row.sum() > 0:
+                weights[place] = 0.0
+                weights[place, columns] = row / row.sum()
+        wiring.append(weights)
+    return Flow(shares, tuple(wiring))
+
+
+def _by_place(problem: Problem, group: Sequence[int]) -> list[int]:
+    """Return the places in a group, those of one region together."""
+    return sorted(range(len(group)), key=lambda i: (problem.peers[group[i]].place, i))
 
 
 def _quickness(problem: Problem, assignment: Assignment, stage: int) -> Floats:

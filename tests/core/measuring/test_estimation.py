@@ -239,3 +239,13 @@ def test_no_profile_no_slowdown() -> None:
     slowdown = Slowdown()
     slowdown.take(1.0, 100, 0.0)
     assert slowdown.average.value == 0
+
+
+def test_what_comes_in_no_time_says_nothing() -> None:
+    """Whoever answers a probe may write what it likes."""
+    assert train_rate([n * 5e-324 for n in range(64)], CHUNK) is None
+    assert train_rate([n * 1e-12 for n in range(64)], CHUNK) is None
+    probing = Probing()
+    chunks, _ = probing.next_train() or (0, 0)
+    probing.arrived([n * 5e-324 for n in range(chunks)], 0.0)
+    assert probing.rate is None

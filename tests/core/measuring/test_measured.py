@@ -1,5 +1,7 @@
 """What peers tell of their measurements: what is refused, and what is worth telling."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,8 @@ from protocol.records import (
 )
 from protocol.signing import Identity
 from swarm.core.measuring.measured import (
+    FIRST_SECONDS,
+    FIRST_WORDS,
     NEWS_SECONDS,
     TELL_SECONDS,
     Telling,
@@ -26,6 +30,7 @@ from swarm.core.measuring.measured import (
 )
 from tests.core.networks import estimates
 
+FIRST = [FIRST_SECONDS] * (FIRST_WORDS - 1)
 ALICE, BOB = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2))
 RUN = b"r" * 32
 LINK = LinkEstimate("b", 1e6, 0.01, 0.1)
@@ -79,10 +84,13 @@ def test_the_first_word_is_told_at_once_and_the_same_is_not_told_again() -> None
 
 @pytest.mark.parametrize("factor", [1.2, 0.8])
 def test_a_change_waits_for_its_time(factor: float) -> None:
-    telling = Telling()
-    telling.news(MADE, 0.0)
-    assert telling.news(changed(factor), TELL_SECONDS - 0.1) is None
-    assert telling.news(changed(factor), TELL_SECONDS) == replace(changed(factor), sequence=2)
+    telling, now, seen = Telling(), 0.0, MADE
+    telling.news(seen, now)
+    for sequence, seconds in enumerate([*FIRST, TELL_SECONDS, TELL_SECONDS], 2):
+        seen = replace(MADE, links=(replace(LINK, bandwidth=seen.links[0].bandwidth * factor),))
+        assert telling.news(seen, now + seconds - 0.1) is None
+        now += seconds
+        assert telling.news(seen, now) == replace(seen, sequence=sequence)
 
 
 def test_a_small_change_waits_longer_and_a_tiny_one_is_none() -> None:
@@ -111,14 +119,18 @@ def test_latencies_that_differ_by_microseconds_are_no_news() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.floats(0.1, 10)), max_size=30))
-def test_never_more_often_than_every_ten_seconds(steps: list[tuple[float, float]]) -> None:
+def test_after_the_first_words_never_more_often_than_every_ten_seconds(
+    steps: list[tuple[float, float]],
+) -> None:
     telling, now, said = Telling(), 0.0, []
     for seconds, factor in steps:
         now += seconds
         made = telling.news(changed(factor), now)
         if made is not None:
             said.append((now, made.sequence))
-    assert all(late - early >= TELL_SECONDS for (early, _), (late, _) in zip(said, said[1:]))  # noqa: B905, RUF007
+    pauses = [late - early for (early, _), (late, _) in pairwise(said)]
+    least = [*FIRST, *[TELL_SECONDS] * len(pauses)]
+    assert all(pause >= each for pause, each in zip(pauses, least, strict=False))
     assert [sequence for _, sequence in said] == [*range(1, len(said) + 1)]
 
 

@@ -11,6 +11,7 @@ from protocol.records import LinkEstimate
 from swarm.core.measuring.network import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY_SECONDS,
+    MOST_SECONDS,
     completed,
 )
 from tests.core.networks import WORLDS, cities, datacenter, estimates, hidden, homes, told
@@ -177,3 +178,12 @@ def test_the_order_of_what_is_told_does_not_matter() -> None:
     one = completed(world.names, given)
     other = completed(world.names, dict(reversed(given.items())))
     assert (one.bandwidth == other.bandwidth).all() and (one.latency == other.latency).all()
+
+
+def test_latencies_stay_in_bounds_whatever_one_peer_says() -> None:
+    """Nobody has measured the way between the two others of three."""
+    names = ["a", "b", "c"]
+    links = [LinkEstimate(peer, 1e6, MOST_SECONDS, 0.1) for peer in ("b", "c")]
+    said = {"a": estimates("a", *links)}
+    found = completed(names, said)
+    assert (found.latency <= MOST_SECONDS).all()

@@ -16,6 +16,7 @@ from swarm.core.scheduling.wiring import (
     Flow,
     best_flow,
     loads_of,
+    narrow_flow,
     proportional_flow,
     sources_of,
     stage_limits,
@@ -223,3 +224,36 @@ def test_a_stage_alone_is_as_fast_as_its_replicas_together(seed: int) -> None:
     flow = best_flow(problem, assignment, path_weight=0)
     limits = stage_limits(problem, 0, len(problem.layers))
     assert 1 / microbatch_seconds(problem, assignment, flow) == pytest.approx(limits.sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, seeds)
+def test_few_ways_give_everybody_the_same_part(one: int, two: int) -> None:
+    problem = random_problem(one)
+    assignment = random_assignment(problem, two)
+    flow = proportional_flow(problem, assignment)
+    narrow = narrow_flow(problem, assignment, flow)
+    for before, after in zip(flow.unit, narrow.unit, strict=True):
+        np.testing.assert_allclose(after.sum(axis=0), before.sum(axis=0), atol=5e-3)
+        np.testing.assert_allclose(after.sum(axis=1), before.sum(axis=1), atol=5e-3)
+    for weights in narrow.wiring:
+        np.testing.assert_allclose(weights.sum(axis=1), 1.0)
+    for unit in narrow.unit[1:]:
+        assert np.count_nonzero(unit) <= sum(unit.shape) - 1
+
+
+def test_equal_stages_are_wired_one_to_one() -> None:
+    problem = plain_problem([1.0] * 12, layers=2)
+    assignment = assignment_of(problem, [1], [range(6), range(6, 12)], feeders=range(6))
+    narrow = narrow_flow(problem, assignment, proportional_flow(problem, assignment))
+    np.testing.assert_allclose(narrow.wiring[1], np.eye(6))
+
+
+def test_few_ways_stay_within_a_place_where_they_can() -> None:
+    problem = plain_problem([1.0] * 8, layers=2)
+    places = [replace(each, place="ab"[i % 2]) for i, each in enumerate(problem.peers)]
+    problem = replace(problem, peers=tuple(places))
+    assignment = assignment_of(problem, [1], [range(4), range(4, 8)], feeders=range(4))
+    narrow = narrow_flow(problem, assignment, proportional_flow(problem, assignment))
+    for i, j in zip(*np.nonzero(narrow.wiring[1]), strict=True):
+        assert places[i].place == places[4 + j].place
