@@ -56,6 +56,7 @@ class End:
             rtt_seconds=self.members.rtt_seconds,
             is_busy=lambda: self.probed.is_serving,
             work=lambda: None,
+            pace=lambda: self.roster.pace,
             on_estimates=lambda made, signed: None,
             draw=lambda: 0.5,
         )

@@ -410,13 +410,14 @@ def test_who_stands_by_moves_before_who_works() -> None:
 
 
 def test_nobody_is_moved_away_from_the_slowest_stage() -> None:
-    """Layers of 9, 9, 1 and 1 s: three replicas of the slow stage are worth more."""
+    """Layers of 9, 9, 1 and 1 s: two replicas of the slow stage are worth more, and three peers are
+    too few for two everywhere."""
     slow = [9.0, 9.0, 1.0, 1.0]
     cut = manifest(run=training(cuts=(2,), steps=100))
     six = begun(cut, candidates(6, cut, slow), 2)
-    gone = {member(4): "silent", member(5): "silent"}
+    gone = {member(2): "silent", member(4): "silent", member(5): "silent"}
     repaired = adopted(draft_in(situation(cut, six, gone=gone)), six.header)
-    assert groups(repaired.body) == [peers(0, 1, 2), peers(3)]
+    assert groups(repaired.body) == [peers(0, 1), peers(3)]
     assert next_draft(situation(cut, repaired, settled=True)) is None
 
 
@@ -734,3 +735,16 @@ def test_newcomers_do_not_wait_for_a_plan_that_waits_for_the_end_of_the_step() -
     asking = [newcomer(5, RUN, epoch=3)]
     assert next_draft(situation(RUN, JOINED, joining=asking, version=3)) is None
     assert next_draft(situation(RUN, JOINED, pending=True, version=3)) is None
+
+
+def test_a_stage_that_has_lost_a_replica_gets_one_of_a_stage_that_can_spare_it() -> None:
+    """Layers of 1 s in stage 0 and next to nothing in stage 1: no step is quicker by it."""
+    run = manifest(run=training(steps=100, cuts=(2,)))
+    plan = begun(run, candidates(5, run, [1.0, 1.0, 0.01, 0.01]), 2)
+    sizes = [len(group) for group in groups(plan.body)]
+    lost = next(each for each in plan.body.stages[1].replicas)
+    repaired = adopted(draft_in(situation(run, plan, gone={lost: "silent"})), plan.header)
+    assert sorted([sizes[0], sizes[1] - 1]) == sorted(map(len, groups(repaired.body))) == [1, 3]
+    moved = draft_in(situation(run, repaired, settled=True))
+    assert len(moved.body.stages[0].replicas) == 2
+    assert [stage for _, stage in waiting(moved.body)] == [1]

@@ -24,13 +24,15 @@ class Chatty(nn.Linear):
 
 
 class Failing(nn.Linear):
-    """Raises when it has seen its fill: profiling does not take it there."""
+    """Raises when its weights have changed: profiling does not take it there."""
 
-    calls = 0
+    started_with: float | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        Failing.calls += 1
-        if Failing.calls > 12:
+        weights = float(self.weight.detach().sum())
+        if self.started_with is None:
+            self.started_with = weights
+        if weights != self.started_with:
             raise RuntimeError("enough is enough")
         return super().forward(hidden)
 

@@ -37,7 +37,7 @@ def aimed(
     `assignment` has who aims at a stage already in its groups. `workers`: who works in each stage
     now; one of them stays there until others are ready. Whoever is `excluded` gets nothing.
     """
-    placed = _placed(problem, assignment, frozenset(excluded))
+    placed = _filled(problem, _placed(problem, assignment, frozenset(excluded)), excluded)
     if not moves:
         return placed
     benched = {each.peer for each in placed.standby if each.reason}
@@ -88,6 +88,34 @@ def _placed(problem: Problem, assignment: Assignment, excluded: frozenset[int]) 
             )
     standby = tuple(Standby(i, reasons.get(i, "")) for i in idle(problem, made.groups))
     return replace(made, standby=standby)
+
+
+def _filled(problem: Problem, assignment: Assignment, excluded: Collection[int]) -> Assignment:
+    """Move somebody to each stage with too few replicas from one with more than enough, whatever it
+    costs: whoever a step suffers least without. A stage that has lost its last replica stops all.
+    """
+    least, groups = problem.terms.min_replicas, assignment.groups
+    for stage, group in enumerate(groups):
+        moves = [
+            _with(problem, _without(problem, assignment, peer, other), peer, stage)
+            for other, spare in enumerate(groups)
+            for peer in spare
+            if len(group) < least < len(spare)
+            and peer not in excluded
+            and fits(problem, peer, assignment.ranges, stage)
+        ]
+        if moves:
+            best = min(moves, key=lambda each: step_seconds(problem, each))
+            return _filled(problem, best, excluded)
+    return assignment
+
+
+def _without(problem: Problem, assignment: Assignment, peer: int, stage: int) -> Assignment:
+    groups = tuple(
+        tuple(each for each in group if number != stage or each != peer)
+        for number, group in enumerate(assignment.groups)
+    )
+    return replace(assignment, groups=groups, feeders=fed(problem, groups))
 
 
 def _slowest(problem: Problem, assignment: Assignment, peer: int) -> int | None:
