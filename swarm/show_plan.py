@@ -61,7 +61,7 @@ def print_what_if(answer: dict[str, Any]) -> None:
 
 
 def _table(plan: dict[str, Any]) -> Table:
-    table = Table("stage", "layers", "peer", "speed", "work", "of sums", "busy", "limited by")
+    table = Table("stage", "layers", "peer", "speed", "share", "shard", "busy", "limited by")
     for stage in plan["stages"]:
         for replica in stage["replicas"]:
             table.add_row(

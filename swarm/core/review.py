@@ -32,6 +32,7 @@ from swarm.core.chain import legal_council_change
 from swarm.core.evidence import OBSERVERS, REPORT_MISSING
 from swarm.core.roles import LINKS_FAIL, most_failing
 from swarm.core.scheduling.aims import aimed, aims_of, bound_to_feed, step_seconds
+from swarm.core.scheduling.arranging import window_limit
 from swarm.core.scheduling.cost import predict
 from swarm.core.scheduling.horizon import LONGEST_SECONDS, SHORTEST_SECONDS
 from swarm.core.scheduling.planning import (
@@ -348,17 +349,16 @@ def _checked_estimates(
 def _check_age(body: PlanBody, estimates: Mapping[PeerId, Signed], context: ReviewContext) -> None:
     """The leader knows about what the reviewer has told of itself. What others have told may be on
     its way, or cannot reach the leader; and a repair waits for nothing."""
-    own = context.estimates.get(context.me)
-    if own is None or Member(context.me, decode_record(own.payload, Estimates).boot) not in set(
-        members_of(body)
-    ):
+    own, given = context.estimates.get(context.me), estimates.get(context.me)
+    if own is None:
         return
-    said = decode_record(own.payload, Estimates).sequence
-    given = estimates.get(context.me)
+    said = decode_record(own.payload, Estimates)
     number = decode_record(given.payload, Estimates).sequence if given is not None else 0
-    if number < said - OLD_ESTIMATES:
+    is_member = Member(context.me, said.boot) in members_of(body)
+    if is_member and number < said.sequence - OLD_ESTIMATES:
         raise RemoteProtocolError(
-            f"estimates: those of {context.me} have number {number}, it has told number {said}"
+            f"estimates: those of {context.me} have number {number}, it has told number "
+            f"{said.sequence}"
         )
 
 
@@ -389,18 +389,14 @@ def _check_step_seconds(
 def _check_windows(problem: Problem, body: PlanBody) -> None:
     """No replica takes more microbatches than a step has, nor than its memory holds, if it takes
     more at all than a pipeline needs that takes backward before forward."""
-    assignment = assignment_of(body)
     most = problem.terms.microbatches_per_step
-    for stage, (plan, group) in enumerate(zip(body.stages, assignment.groups, strict=True)):
-        if plan.window <= len(body.stages) - stage + 1:
-            continue
-        kept = sum(each.activation_bytes for each in problem.layers[plan.first : plan.last])
-        state = problem.terms.state_ratio * problem.parameter_bytes(plan.first, plan.last)
-        least = min(problem.peers[peer].memory_bytes for peer in group)
-        if plan.window > most or state + plan.window * kept > least:
+    groups = assignment_of(body).groups
+    for stage, (plan, group) in enumerate(zip(body.stages, groups, strict=True)):
+        limit = window_limit(problem, (plan.first, plan.last), group)
+        if plan.window > max(limit, len(body.stages) - stage + 1):
             raise RemoteProtocolError(
                 f"window: stage {stage} takes {plan.window} microbatches at a time; a step has "
-                f"{most}, and each needs {kept} of {least:.4g} bytes"
+                f"{most}, and memory is enough for {limit}"
             )
 
 

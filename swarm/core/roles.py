@@ -125,6 +125,11 @@ class Roles:
         return [self.members[peer] for peer in sorted(self.members)]
 
     @property
+    def numbers(self) -> dict[Member, int]:
+        """Which peer of the problem each member is."""
+        return {each.member: i for i, each in enumerate(self.candidates)}
+
+    @property
     def problem(self) -> Problem:
         """The problem of all members, with the stages as they are."""
         situation = self.situation
@@ -232,7 +237,7 @@ def promote(roles: Roles, version: int) -> None:
 def slowest_seconds(roles: Roles, problem: Problem) -> float:
     """Return seconds per microbatch of the slowest stage, by what its replicas can compute, send
     and receive."""
-    number = {each.member: i for i, each in enumerate(roles.candidates)}
+    number = roles.numbers
     return max(
         stage_seconds(problem, layers, [number[member] for member in group])
         for layers, group in zip(roles.ranges, roles.groups, strict=True)
@@ -242,7 +247,7 @@ def slowest_seconds(roles: Roles, problem: Problem) -> float:
 def pass_seconds(roles: Roles, problem: Problem) -> float:
     """Return what a microbatch takes on the slowest replicas of all stages: what is under way when
     work begins anew."""
-    number = {each.member: i for i, each in enumerate(roles.candidates)}
+    number = roles.numbers
     return sum(
         problem.seconds(*layers) / min(problem.peers[number[member]].speed for member in group)
         for layers, group in zip(roles.ranges, roles.groups, strict=True)
@@ -328,7 +333,7 @@ def follow_aims(roles: Roles) -> None:
         let_stand_by(roles, roles.idle())
         return
     members = [each.member for each in roles.candidates]
-    number = {member: i for i, member in enumerate(members)}
+    number = roles.numbers
     for member in [member for member in roles.reasons if not roles.parted(member)]:
         if roles.reasons[member] == LINKS_FAIL:
             del roles.reasons[member]

@@ -116,6 +116,7 @@ OVERDUE_LOOK_SECONDS = 1.0
 """How often voters look who is awaited for too long."""
 RETELL_SECONDS = 2.0
 """Who was told of the newest plan so recently may have it on its way."""
+_changes = by_pair(changes_of)  # everybody who tells of a plan asks this of it
 CATCH_UP_SECONDS = 1.0
 """How long a member of a large swarm waits for a plan of which it has heard."""
 TABLE_SECONDS = 0.5
@@ -934,7 +935,3 @@ class Control:
         """A replica has written its layers. Raises RemoteProtocolError if it may not say so."""
         self.leading.durable(sender, message)
         self._wake.set()
-
-
-# Everybody who tells of a plan asks this of it.
-_changes = by_pair(changes_of)

@@ -14,6 +14,7 @@ from swarm.core.scheduling.planning import members_of
 from swarm.core.scheduling.problem import Assignment, Problem
 from swarm.core.scheduling.rebalance import HYSTERESIS
 from swarm.core.scheduling.starts import Range, fits
+from swarm.core.step import ranges_of_stages
 
 AGAIN_SECONDS = 300.0
 """How soon a problem whose figures alone have changed is solved again."""
@@ -108,7 +109,7 @@ class Solving:
         """There is a newer plan: what leads to the target, or has other stages, ends it."""
         if not self.target:
             return
-        if self._ranges != tuple((stage.first, stage.last) for stage in body.stages):
+        if self._ranges != tuple(ranges_of_stages(body)):
             self.target = {}
             return
         places = {

@@ -14,7 +14,7 @@ from protocol.records import Member, PlanBody
 from swarm.core.scheduling.cost import Prediction, predict
 from swarm.core.scheduling.problem import Assignment, Problem, Standby
 from swarm.core.scheduling.rebalance import HYSTERESIS, rebalanced, stage_seconds
-from swarm.core.scheduling.regrouping import idle
+from swarm.core.scheduling.regrouping import changed, idle
 from swarm.core.scheduling.starts import Groups, fits
 from swarm.core.scheduling.wiring import proportional_flow
 
@@ -97,7 +97,7 @@ def _filled(problem: Problem, assignment: Assignment, excluded: Collection[int])
     least, groups = problem.terms.min_replicas, assignment.groups
     for stage, group in enumerate(groups):
         moves = [
-            _with(problem, _without(problem, assignment, peer, other), peer, stage)
+            changed(groups, ((other, peer, None), (stage, None, peer)))
             for other, spare in enumerate(groups)
             for peer in spare
             if len(group) < least < len(spare)
@@ -105,17 +105,10 @@ def _filled(problem: Problem, assignment: Assignment, excluded: Collection[int])
             and fits(problem, peer, assignment.ranges, stage)
         ]
         if moves:
-            best = min(moves, key=lambda each: step_seconds(problem, each))
+            made = [replace(assignment, groups=each, feeders=fed(problem, each)) for each in moves]
+            best = min(made, key=lambda each: step_seconds(problem, each))
             return _filled(problem, best, excluded)
     return assignment
-
-
-def _without(problem: Problem, assignment: Assignment, peer: int, stage: int) -> Assignment:
-    groups = tuple(
-        tuple(each for each in group if number != stage or each != peer)
-        for number, group in enumerate(assignment.groups)
-    )
-    return replace(assignment, groups=groups, feeders=fed(problem, groups))
 
 
 def _slowest(problem: Problem, assignment: Assignment, peer: int) -> int | None:

@@ -118,6 +118,19 @@ def unfed(
     )
 
 
+def window_limit(problem: Problem, layers: tuple[int, int], group: Sequence[int]) -> int:
+    """Return for how many microbatches every replica of a stage has the memory; a step's if they
+    keep nothing."""
+    first, last = layers
+    kept = sum(layer.activation_bytes for layer in problem.layers[first:last])
+    most = problem.terms.microbatches_per_step
+    if not kept:
+        return most
+    memory = min(problem.peers[peer].memory_bytes for peer in group)
+    state = problem.terms.state_ratio * problem.parameter_bytes(first, last)
+    return min(most, int((memory - state) // kept))
+
+
 @lru_cache(maxsize=64)
 def _flow(problem: Problem, assignment: Assignment, programs: bool) -> Flow:
     """Return the wiring that is worth its price."""
@@ -175,20 +188,13 @@ def _windows(problem: Problem, assignment: Assignment, prediction: Prediction) -
     As many as come while one is under way from here to the end and back (Little's law), and one
     more; as memory allows; not fewer than 1F1B keeps, which memory was checked for."""
     path = stage_path_seconds(problem, assignment, prediction.flow)
-    stages, terms = len(assignment.ranges), problem.terms
+    stages = len(assignment.ranges)
     rate = prediction.microbatches_per_second
     windows = []
-    for stage, ((first, last), group) in enumerate(
-        zip(assignment.ranges, assignment.groups, strict=True)
-    ):
+    for stage, (layers, group) in enumerate(zip(assignment.ranges, assignment.groups, strict=True)):
         least = stages - stage + 1
         wanted = least
         if math.isfinite(rate):
             wanted = math.ceil(rate * sum(path[stage:]) / len(group) - ROUNDING) + 1
-        kept = sum(layer.activation_bytes for layer in problem.layers[first:last])
-        if kept:
-            memory = min(problem.peers[peer].memory_bytes for peer in group)
-            state = terms.state_ratio * problem.parameter_bytes(first, last)
-            wanted = min(wanted, int((memory - state) // kept))
-        windows.append(min(max(wanted, least), max(least, terms.microbatches_per_step)))
+        windows.append(max(least, min(wanted, window_limit(problem, layers, group))))
     return windows
