@@ -17,7 +17,11 @@ from swarm.core.scheduling.starts import Range, fits
 from swarm.core.step import ranges_of_stages
 
 AGAIN_SECONDS = 300.0
-"""How soon a problem whose figures alone have changed is solved again."""
+"""How soon a problem whose figures alone have changed is solved again,"""
+SOON_SECONDS = 30.0
+"""and how soon one by which a step of the present plan takes much longer, or shorter, than by the
+last one: the first figures of a plan at work often show what profiles did not."""
+MUCH = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Solving:
     def __init__(self) -> None:
         self._roles: tuple[object, ...] | None = None
         self._problem: Problem | None = None
-        self._asked_at = 0.0
+        self._asked_at, self._seconds, self._members = 0.0, 0.0, 0
         self._answered: tuple[PeerId, ...] = ()
         self._is_busy = False
         self._ranges: tuple[Range, ...] = ()
@@ -49,16 +53,27 @@ class Solving:
         new, or figures may have changed since."""
         if self._is_busy:
             return False
-        return roles != self._roles or now >= self._asked_at + AGAIN_SECONDS
+        soon = max(SOON_SECONDS, self._members / 10)
+        return roles != self._roles or now >= self._asked_at + soon
 
     def question(
-        self, problem: Problem, roles: tuple[object, ...], seed: int, now: float
+        self,
+        problem: Problem,
+        roles: tuple[object, ...],
+        seed: int,
+        now: float,
+        seconds: float = 0.0,
     ) -> Question | None:
         """Return what is to be solved now, if that is a new problem; it is then under way until
-        `answered`."""
+        `answered`. By it a step of the present plan, if there is one, takes so many `seconds`."""
+        self._members = len(problem.peers)
+        is_other = max(seconds, self._seconds) > MUCH * min(seconds, self._seconds)
+        is_late = now >= self._asked_at + AGAIN_SECONDS
+        if roles == self._roles and not (is_other or is_late):
+            return None
         is_new = roles != self._roles or problem != self._problem
         self._roles, self._problem, self._asked_at = roles, problem, now
-        self._is_busy = is_new
+        self._seconds, self._is_busy = seconds, is_new
         return Question(problem, seed) if is_new else None
 
     def answered(self, problem: Problem, assignment: Assignment | None) -> None:

@@ -10,7 +10,7 @@ from swarm.core.scheduling.aims import step_seconds
 from swarm.core.scheduling.planning import problem_for
 from swarm.core.scheduling.problem import Assignment, Problem, Standby
 from swarm.core.scheduling.rebalance import HYSTERESIS
-from swarm.peer.solving import AGAIN_SECONDS, Solving
+from swarm.peer.solving import AGAIN_SECONDS, SOON_SECONDS, Solving
 from tests.core.drafts import FOUR, FOUR_LAYERS, RUN
 from tests.core.plans import PEOPLE, candidates
 from tests.core.scheduling.test_snapshot import estimates
@@ -33,16 +33,27 @@ def groups(*groups: tuple[int, ...], standby: tuple[Standby, ...] = ()) -> Assig
 def test_new_roles_are_solved_at_once_and_new_figures_after_a_while() -> None:
     solving = Solving()
     assert solving.is_due(("first",), 0.0)
-    assert solving.question(PROBLEM, ("first",), 3, 0.0) is not None
+    assert solving.question(PROBLEM, ("first",), 3, 0.0, 8.0) is not None
     assert not solving.is_due(("second",), 1.0)  # one at a time
     solving.answered(PROBLEM, None)
-    assert not solving.is_due(("first",), 1.0)
-    assert solving.is_due(("first",), AGAIN_SECONDS)
-    assert solving.question(PROBLEM, ("first",), 3, AGAIN_SECONDS) is None  # nothing has changed
-    assert not solving.is_due(("first",), AGAIN_SECONDS + 1)
-    assert solving.question(slow(2.0, 0), ("first",), 3, 2 * AGAIN_SECONDS) is not None
+    assert not solving.is_due(("first",), SOON_SECONDS - 1)
+    assert solving.is_due(("first",), SOON_SECONDS)
+    other = slow(2.0, 0)
+    assert solving.question(other, ("first",), 3, SOON_SECONDS, 8.5) is None  # about the same
+    assert solving.question(PROBLEM, ("first",), 3, AGAIN_SECONDS, 8.0) is None  # nothing is new
+    assert solving.question(other, ("first",), 3, AGAIN_SECONDS + 1, 8.5) is None
+    assert solving.question(other, ("first",), 3, 2 * AGAIN_SECONDS, 8.5) is not None
     solving.answered(PROBLEM, None)
     assert solving.is_due(("second",), 2 * AGAIN_SECONDS)
+
+
+@pytest.mark.parametrize("seconds", [8.9, 7.0])
+def test_a_plan_that_proves_much_slower_or_faster_is_solved_again_soon(seconds: float) -> None:
+    solving = Solving()
+    assert solving.question(PROBLEM, ("first",), 3, 0.0, 8.0) is not None
+    solving.answered(PROBLEM, None)
+    other = slow(2.0, 0)
+    assert solving.question(other, ("first",), 3, SOON_SECONDS, seconds) is not None
 
 
 def test_a_failed_solve_is_an_answer() -> None:
