@@ -27,21 +27,21 @@ from tests.processes.proxies import Proxies
 from tests.processes.swarms import SGD, manifest
 
 CGROUP = Path("/sys/fs/cgroup/cpu")
-PERIOD_MICROSECONDS = 20_000
+PERIOD_MICROSECONDS = 100_000
 QUOTAS = (0.4, 0.4, 0.4, 0.1, 0.1, 0.1)
 """Parts of a processor, by daemon."""
 MEGABIT = 1e6 / 8
-NEAR, FAR = (100 * MEGABIT, 0.002), (20 * MEGABIT, 0.03)
+NEAR, FAR = (200 * MEGABIT, 0.002), (50 * MEGABIT, 0.03)
 """Rate and delay of links within the two places (even and odd daemons), and between them."""
 STAGES = 3
 GPT = """
 [model]
 factory = "swarm.models.gpt:layers"
-arguments = {{ width = 192, depth = 6, heads = 4, context = 64, dropout = {dropout} }}
+arguments = {{ width = 320, depth = 6, heads = 4, context = 128, dropout = {dropout} }}
 [data]
 source = "text"
 files = ["${{stdlib}}/[a-d]*.py"]
-sequence_length = 64
+sequence_length = 128
 """
 TEXT = manifest(GPT, SGD, steps=100_000, microbatches=64, determinism="standard")
 WARM_STEPS, STEPS = 8, 12

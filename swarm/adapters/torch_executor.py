@@ -18,6 +18,7 @@ import trio
 
 from protocol.messages import Microbatch, Totals
 from protocol.records import Training
+from swarm.adapters.processors import available_processors
 from swarm.adapters.torch_stage import TorchStage
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
@@ -54,6 +55,7 @@ class ThreadedExecutor:
 
     def __init__(self, stage: TorchStage) -> None:
         self._stage = stage
+        self._least = max(1.0, stage.computing_threads / available_processors())
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._compute_seconds = 0.0
         self._begun: float | None = None
@@ -68,7 +70,8 @@ class ThreadedExecutor:
 
     @property
     def compute_seconds(self) -> float:
-        """Return seconds that finished tasks have taken."""
+        """Return seconds that finished tasks have taken; where this process may use a part of a
+        processor only, those that they would take if there was no end of them."""
         return self._compute_seconds
 
     @property
@@ -194,14 +197,22 @@ class ThreadedExecutor:
         while (task := self._tasks.get()) is not None:
             with _generator_lock:
                 self._begun = begun = time.perf_counter()
+                used = time.thread_time()
                 task.result = outcome.capture(task.call)
                 self._begun = None
-                self._compute_seconds += time.perf_counter() - begun
+                self._compute_seconds += self._lasting(
+                    time.perf_counter() - begun, time.thread_time() - used
+                )
             try:
                 task.token.run_sync_soon(task.done.set)
             except trio.RunFinishedError:
                 return  # the loop has crashed: nobody waits
             del task
+
+    def _lasting(self, seconds: float, processor_seconds: float) -> float:
+        """Return what a task takes if many follow each other. A quota of processor time allows a
+        short one at full speed, and makes up for it later."""
+        return max(seconds, processor_seconds * self._least)
 
 
 async def _result(task: _Task) -> Any:

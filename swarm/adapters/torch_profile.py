@@ -5,7 +5,6 @@ input comes from the manifest, so that equal settings on like hardware give equa
 """
 
 import hashlib
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from protocol.records import LayerProfile, TensorSpec, Training
 from swarm.adapters.author_code import FAULTS, describe
+from swarm.adapters.processors import available_processors
 from swarm.adapters.torch_batches import (
     batch_specs,
     check_classes,
@@ -37,8 +37,8 @@ SLOW_SECONDS = 0.3
 """A layer whose runs took longer together is not run again."""
 RUNS = 3
 """A layer is run so often at least,"""
-TIMED_SECONDS = 0.5
-"""and all together for so long: a quota of processor time shows only after some periods."""
+TIMED_SECONDS = 0.2
+"""and all together for so long."""
 
 
 Laps = tuple[Sequence[float], Sequence[float]]
@@ -96,20 +96,23 @@ def survey(model: SlicedModel, training: Training, settings: Settings, *, timed:
         digest.update(encode(tensor))
     shape = ModelShape(tuple(shapes), inputs.tensor, target.tensor)
     numerics = f"{_facts(settings)} sha256={digest.hexdigest()}"
-    factor = sustained_factor(laps)
+    is_own = settings.device.type == "cpu"  # a device of its own has no share of processors
+    factor = sustained_factor(laps, settings.threads / available_processors() if is_own else 1.0)
     return Survey(
         shape, tuple(_slowed(each, factor) for each in profiles), tuple(in_place), numerics
     )
 
 
-def sustained_factor(laps: Sequence[Laps]) -> float:
-    """Return how many times as long as their medians the runs of all layers took together.
+def sustained_factor(laps: Sequence[Laps], least: float = 1.0) -> float:
+    """Return how many times as long as the quickest run of each the runs of all layers took
+    together; at least `least`.
 
-    Where a peer may use a part of a processor only, most runs are quick, and now and then one is
-    stopped for long: in the mean, which is what counts in training, that is a slow peer."""
+    Layers are compared by their quickest runs, which nothing has disturbed. What a machine does
+    beside, or a quota of processor time, which stops a run now and then for long, concerns all of
+    them: in the mean, which is what counts in training, that is a slow peer."""
     taken = sum(sum(lap) for layer in laps for lap in layer)
-    usual = sum(len(lap) * statistics.median(lap) for layer in laps for lap in layer if lap)
-    return max(taken / usual, 1.0) if usual else 1.0
+    quickest = sum(len(lap) * min(lap) for layer in laps for lap in layer if lap)
+    return max(taken / quickest if quickest else 1.0, least, 1.0)
 
 
 def apply_layer(
@@ -263,8 +266,8 @@ def _profile(layer: Layer, output: TensorSpec, runs: _Runs) -> LayerProfile:
     tensors = {id(tensor): tensor for tensor in layer.state.values()}.values()
     return LayerProfile(
         name=layer.name,
-        forward_seconds=statistics.median(runs.forward_seconds),
-        backward_seconds=statistics.median(runs.backward_seconds),
+        forward_seconds=min(runs.forward_seconds),
+        backward_seconds=min(runs.backward_seconds),
         parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         output=output,
         activation_bytes=runs.activation_bytes,

@@ -60,6 +60,11 @@ class TorchStage:
         self.ledger = Ledger(training.microbatches_per_step)
         self.version = 0
 
+    @property
+    def computing_threads(self) -> int:
+        """Return how many threads compute at the same time."""
+        return self._settings.threads
+
     # --- before training ----------------------------------------------------------------------
 
     def layer_names(self) -> tuple[str, ...]:

@@ -95,12 +95,18 @@ def test_a_quota_of_processor_time_shows_in_the_mean() -> None:
 
 
 def test_even_runs_take_what_they_take() -> None:
-    assert sustained_factor([([0.1, 0.1, 0.1], [0.3]), ([0.0], [])]) == 1.0
+    assert sustained_factor([([0.1, 0.1, 0.1], [0.3]), ([0.0], [])]) == pytest.approx(1.0)
     assert sustained_factor([]) == 1.0
     assert sustained_factor([([0.0], [0.0])]) == 1.0
 
 
-def test_a_layer_is_timed_for_long_enough_to_be_stopped_by_a_quota() -> None:
+def test_a_known_quota_shows_before_it_has_stopped_anything() -> None:
+    assert sustained_factor([([0.1, 0.1], [0.3])], least=4.0) == 4.0
+    assert sustained_factor([([0.1, 1.1], [0.2])], least=2.0) == pytest.approx(1.4 / 0.4)
+    assert sustained_factor([([0.1], [0.3])], least=0.25) == 1.0  # four processors, one thread
+
+
+def test_layers_are_timed_for_some_time() -> None:
     began = time.perf_counter()
     profile = TorchStage(GPT).profile()
     assert time.perf_counter() - began >= TIMED_SECONDS
