@@ -57,6 +57,7 @@ from swarm.peer.links import Links
 from swarm.peer.plan_view import plan_of
 from swarm.peer.probed import Probed
 from swarm.peer.prober import Prober, Work
+from swarm.peer.retiming import Retiming
 from swarm.peer.state import gather_layers
 from swarm.peer.status import status_of
 from swarm.peer.writer import Writer
@@ -172,6 +173,9 @@ class Daemon:
             on_estimates=self.control.roster.measured,
             draw=outside.draw,
         )
+        self._retiming = Retiming(
+            outside.executor.profile, self._is_without_work, self.prober.retimed
+        )
         self._probed = Probed(
             self._links, is_busy=lambda: self._is_training() or self.prober.is_probing
         )
@@ -264,7 +268,9 @@ class Daemon:
     async def _take_part(self) -> None:
         """Measure, then be a member, and work by one plan after the other."""
         self._applicant.phase = "measuring"
+        began = trio.current_time()
         profile = await self._outside.executor.profile()
+        taken = trio.current_time() - began
         self.control.layers = len(profile.layers)
         self._profile = profile
         digest = b""
@@ -279,6 +285,7 @@ class Daemon:
                 lambda: self._outside.executor.task_seconds,
             )
             nursery.start_soon(self.prober.run)
+            nursery.start_soon(self._retiming.run, profile, taken)
             nursery.start_soon(self._watch_resume)
             nursery.start_soon(self._writer.run)
             while True:
@@ -551,6 +558,9 @@ class Daemon:
             microbatches=epoch.computed,
             profiled_seconds=sum(each.forward_seconds + each.backward_seconds for each in layers),
         )
+
+    def _is_without_work(self) -> bool:
+        return self._epoch is None or not self._epoch.is_replica
 
     # --- what others ask -------------------------------------------------------------------
 

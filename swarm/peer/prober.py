@@ -149,6 +149,11 @@ class Prober:
             self._telling.forget(peer)
         self._tell()
 
+    def retimed(self, slowdown: float) -> None:
+        """A peer without work has timed its layers again: they take so many times as long as when
+        it joined."""
+        self._slowdown.average.replace(slowdown, spread=0.1)
+
     def opened(self, peer: PeerId) -> None:
         """There is a new link to a peer, which may not know yet what the others have been told."""
         self._telling.forget(peer)

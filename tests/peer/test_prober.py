@@ -348,3 +348,15 @@ def test_nobody_speaks_for_another() -> None:
         assert link is not None and link.is_leaving
 
     after(idle(3), 60, look)
+
+
+def test_what_a_peer_without_work_finds_replaces_the_profile() -> None:
+    world = idle(2)
+
+    def look(_: World) -> None:
+        prober = daemon(world, 1).prober
+        prober.retimed(4.0)
+        prober.retimed(0.25)
+        assert prober.estimates().slowdown == 0.25
+
+    after(world, 5.0, look)
