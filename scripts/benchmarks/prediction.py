@@ -175,8 +175,9 @@ def _steady(director: Director, steps: int) -> dict[str, Any]:
         if leader and status["version"] >= max(seen[1], WARM_STEPS) + steps:
             plan = director.ask(leader, "plan")
             told = [director.ask(name, "plan") for name in director.living]
-            measured = [each["measured_step_seconds"] for each in told]
-            if plan["epoch"] == seen[0] and all(measured):
+            # Who stands by has committed nothing.
+            measured = [took for each in told if (took := each["measured_step_seconds"])]
+            if plan["epoch"] == seen[0] and measured:
                 return {**plan, "measured_step_seconds": statistics.median(measured)}
         time.sleep(1.0)
     raise RuntimeError("no plan stayed for long enough")

@@ -25,8 +25,9 @@ def credit_windows(body: PlanBody, stage: int) -> tuple[tuple[int, ...], ...]:
     """Return how many microbatches of one step parity each source may have at each replica of
     `stage`: rows are sources (feeders for stage 0, else the stage before), columns replicas.
 
-    A replica takes `StagePlan.window` of them, or as many as 1F1B keeps in flight and one that
-    hides the way; sources get their part of it by the wiring, two at least.
+    The replica with the largest share takes `StagePlan.window` of them, the others as many by their
+    shares; all as many as 1F1B keeps in flight and one that hides the way. Sources get their part
+    of it by the wiring, two at least.
     """
     known = _known_windows(body)
     if stage not in known:
@@ -41,7 +42,8 @@ def _known_windows(body: PlanBody) -> dict[int, tuple[tuple[int, ...], ...]]:
 
 
 def _windows(body: PlanBody, stage: int) -> tuple[tuple[int, ...], ...]:
-    depth = body.stages[stage].window or len(body.stages) - stage + 1
+    least = len(body.stages) - stage + 1
+    most = body.stages[stage].window or least
     shares = np.array([float(feeder.share) for feeder in body.feeders])
     arriving = shares / shares.sum()
     for matrix in body.wiring[:stage]:
@@ -49,6 +51,7 @@ def _windows(body: PlanBody, stage: int) -> tuple[tuple[int, ...], ...]:
     flow = arriving[:, None] * np.array(body.wiring[stage])
     into = flow.sum(axis=0)
     parts = np.divide(flow, into, out=np.zeros_like(flow), where=into > 0)
+    depth = np.maximum(min(least, most), np.ceil(most * into / into.max() - ROUNDING))
     windows = np.maximum(2, np.ceil(depth * parts - ROUNDING)).astype(int)
     return tuple(tuple(row) for row in windows.tolist())
 

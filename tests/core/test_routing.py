@@ -155,7 +155,8 @@ def test_the_window_keeps_the_pipeline_full(
 
 def test_a_source_has_the_part_of_the_window_that_the_wiring_gives_it() -> None:
     """Stage 0: each feeds itself, so the whole window is its own. Stage 1: a has 1 of 2 parts of
-    the flow and sends all of it to c, b sends d a quarter."""
+    the flow and sends all of it to c, b sends d a quarter. So d has a seventh of what c has, but
+    takes the 3 that 1F1B needs."""
     plan = body([["a", "b"], ["c", "d"], ["e"]], ["a", "b"])
     plan = msgspec.structs.replace(
         plan,
@@ -163,7 +164,7 @@ def test_a_source_has_the_part_of_the_window_that_the_wiring_gives_it() -> None:
         wiring=(((1.0, 0.0), (0.0, 1.0)), ((1.0, 0.0), (0.75, 0.25)), ((1.0,), (1.0,))),
     )
     assert credit_windows(plan, 0) == ((8, 2), (2, 8))
-    assert credit_windows(plan, 1) == ((5, 2), (4, 8))
+    assert credit_windows(plan, 1) == ((5, 2), (4, 3))
     assert credit_windows(plan, 2) == ((7,), (2,))
 
 

@@ -27,6 +27,9 @@ WIDER = 1.005
 """Few ways are used unless a step takes more than this many times as long."""
 FEW = 4
 """Of a stage with fewer replicas every way is used: they can shift load between them."""
+SLACK = 2.5
+"""So many times as many microbatches are let in as would do if they came evenly: where replicas of
+unlike speeds feed each other they do not, and who runs out of work makes up for it never."""
 ROUNDING = 1e-6
 SHARE_UNITS = 64
 SHARD_UNITS = 1000
@@ -183,10 +186,11 @@ def _stages(
 
 
 def _windows(problem: Problem, assignment: Assignment, prediction: Prediction) -> list[int]:
-    """Return by stage how many microbatches a replica takes at the same time.
+    """Return by stage how many microbatches the replica with the most takes at the same time.
 
-    As many as come while one is under way from here to the end and back (Little's law), and one
-    more; as memory allows; not fewer than 1F1B keeps, which memory was checked for."""
+    `SLACK` times as many as come to it while one is under way from here to the end and back
+    (Little's law), and one more; as memory allows; not fewer than 1F1B keeps, which memory was
+    checked for."""
     path = stage_path_seconds(problem, assignment, prediction.flow)
     stages = len(assignment.ranges)
     rate = prediction.microbatches_per_second
@@ -195,6 +199,7 @@ def _windows(problem: Problem, assignment: Assignment, prediction: Prediction) -
         least = stages - stage + 1
         wanted = least
         if math.isfinite(rate):
-            wanted = math.ceil(rate * sum(path[stage:]) / len(group) - ROUNDING) + 1
+            most = float(prediction.flow.unit[stage].sum(axis=0).max())
+            wanted = math.ceil(SLACK * rate * most * sum(path[stage:]) - ROUNDING) + 1
         windows.append(max(least, min(wanted, window_limit(problem, layers, group))))
     return windows

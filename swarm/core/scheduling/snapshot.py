@@ -24,7 +24,7 @@ from protocol.records import (
     decode_record,
 )
 from protocol.signing import PeerId
-from swarm.core.measuring.network import completed
+from swarm.core.measuring.network import Network, completed
 from swarm.core.scheduling.horizon import LONGEST_SECONDS
 from swarm.core.scheduling.problem import (
     Assignment,
@@ -41,7 +41,9 @@ from swarm.core.scheduling.wiring import Flow
 Number = TypeVar("Number", int, float)
 SAFE_REPLICAS = 2
 SNAPSHOTS = 8
-"""So many problems are remembered."""
+"""So many problems are remembered,"""
+NETWORKS = 2
+"""and so many networks."""
 
 
 def problem_of(
@@ -98,16 +100,8 @@ def _problem(
     training = decode_record(training_bytes, Training)
     asked = [decode_record(each.payload, JoinRequest) for each in requests]
     records = [decode_record(each.payload, PeerRecord) for each in members]
-    told = {
-        mine.peer: mine
-        for request, signed in zip(asked, estimates, strict=True)
-        if signed is not None
-        and (mine := decode_record(signed.payload, Estimates)).boot == request.boot
-    }
-    names = [request.peer for request in asked]
+    told, network = _measured(members, requests, estimates)
     starts = {Member(each.peer, each.boot): i for i, each in enumerate(asked)}
-    places = {record.peer: record.host_label for record in records}
-    network = completed(names, told, places)
     layers = _layers(asked)
     whole = sum(layer.forward_seconds + layer.backward_seconds for layer in layers)
     peers = tuple(
@@ -131,6 +125,26 @@ def _problem(
         holdings=_holdings(kept, starts) if kept is not None else (),
         horizon_seconds=horizon_seconds,
     )
+
+
+@lru_cache(maxsize=NETWORKS)
+def _measured(
+    members: tuple[Signed, ...],
+    requests: tuple[Signed, ...],
+    estimates: tuple[Signed | None, ...],
+) -> tuple[Mapping[PeerId, Estimates], Network]:
+    """Return what peers have told, and the network that it makes: for many peers that takes as long
+    as all else, and plans of the same peers share it."""
+    asked = [decode_record(each.payload, JoinRequest) for each in requests]
+    records = [decode_record(each.payload, PeerRecord) for each in members]
+    told = {
+        mine.peer: mine
+        for request, signed in zip(asked, estimates, strict=True)
+        if signed is not None
+        and (mine := decode_record(signed.payload, Estimates)).boot == request.boot
+    }
+    places = {record.peer: record.host_label for record in records}
+    return told, completed([request.peer for request in asked], told, places)
 
 
 def _layers(asked: Sequence[JoinRequest]) -> tuple[Layer, ...]:

@@ -1,5 +1,6 @@
 """What follows from who does what: shares, wiring, windows, and a claim that others can check."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -57,13 +58,21 @@ def test_shards_are_as_wide_as_links() -> None:
     assert arrange(problem, [[0, 1, 2]], cuts=[]).stages[0].shares == (458, 458, 83)
 
 
-@pytest.mark.parametrize(("latency", "window"), [(0.0, 3), (3.0, 4), (30.0, 13)])
+@pytest.mark.parametrize(("latency", "window"), [(0.0, 6), (3.0, 9), (30.0, 31)])
 def test_a_window_covers_what_is_under_way(latency: float, window: int) -> None:
     """Two stages of 6 s per microbatch: one comes every 6 s. From stage 0 to the end and back it
-    takes 12 s and four latencies, two of which are the feeder's own machine."""
+    takes 12 s and four latencies, two of which are the feeder's own machine: 2, 3 or 12 are under
+    way, and there is room for two and a half times as many, and one."""
     problem = plain_problem([1.0, 1.0], latency=latency, terms=Terms(64))
     made = arrange(problem, [[0], [1]], cuts=[2])
     assert made.stages[0].window == window
+
+
+def test_a_window_is_for_the_replica_with_the_largest_share() -> None:
+    """Every 2 s one comes, two of three to the one that is twice as fast. On average they take 4 s
+    there and 2/3 s at the next stage: 14/9 of its own are under way at the same time."""
+    made = arrange(plain_problem([1.0, 2.0, 9.0]), [[0, 1], [2]], cuts=[2])
+    assert made.stages[0].window == math.ceil(2.5 * 14 / 9) + 1
 
 
 def test_a_window_is_no_larger_than_memory_allows() -> None:
