@@ -5,6 +5,7 @@ a day with a line between two sites that goes bad every two minutes. The rule: a
 whatever it is for, and times are processor seconds of this one process.
 """
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,10 @@ def _row(case: Case, seconds: float) -> Row:
     began = done.report.summary.began_at_seconds or 0.0
     later = [plan for plan in done.report.plans if plan.seconds >= began + HOUR_SECONDS]
     hours = Counter(int((plan.seconds - began) / HOUR_SECONDS) for plan in later)
+    name = done.report.summary.name
+    print(f"{name}: {len(later)} plans after the first hour", file=sys.stderr)  # it takes hours
     return {
-        "scenario": done.report.summary.name,
+        "scenario": name,
         "virtual_h": seconds / HOUR_SECONDS,
         "steps": done.report.summary.steps,
         "first_hour_plans": len(done.report.plans) - len(later),
