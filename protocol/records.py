@@ -324,7 +324,8 @@ class StagePlan(Record, frozen=True):
     output: TensorSpec
     """What the stage sends to the next one (the last stage: its model output)."""
     window: Count = 0
-    """How many microbatches of a step a replica takes at the same time; 0: as 1F1B needs."""
+    """How many microbatches of a step the replica with the largest share of them takes at the same
+    time, the others by their shares; 0: as 1F1B needs."""
 
 
 class FeederPlan(Record, frozen=True):

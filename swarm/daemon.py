@@ -39,7 +39,7 @@ from swarm.core.agreement import Agreement
 from swarm.core.chain import Plan
 from swarm.core.holding import Holding
 from swarm.core.ledger import Ledger
-from swarm.core.model import Profile
+from swarm.core.model import Profile, microbatch_seconds
 from swarm.core.roles import Placing
 from swarm.core.roll import records_of, stage_of, with_role, working_peers
 from swarm.core.step import audience_of, workers_of
@@ -556,7 +556,7 @@ class Daemon:
             plan=self._active.key,
             compute_seconds=epoch.compute_seconds,
             microbatches=epoch.computed,
-            profiled_seconds=sum(each.forward_seconds + each.backward_seconds for each in layers),
+            profiled_seconds=microbatch_seconds(layers),
         )
 
     def _is_without_work(self) -> bool:

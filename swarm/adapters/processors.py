@@ -21,6 +21,12 @@ def available_processors(root: Path = ROOT, own: Path = OWN) -> float:
     return min([float(_count()), *quotas])
 
 
+def stretch_of(threads: int) -> float:
+    """Return how many times as long as with enough processors so many threads that compute at the
+    same time take for good; 1 at least."""
+    return max(1.0, threads / available_processors())
+
+
 def _count() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return max(1, len(os.sched_getaffinity(0)))

@@ -18,7 +18,7 @@ import trio
 
 from protocol.messages import Microbatch, Totals
 from protocol.records import Training
-from swarm.adapters.processors import available_processors
+from swarm.adapters.processors import stretch_of
 from swarm.adapters.torch_stage import TorchStage
 from swarm.core.ledger import Ledger
 from swarm.core.model import Profile
@@ -55,7 +55,7 @@ class ThreadedExecutor:
 
     def __init__(self, stage: TorchStage) -> None:
         self._stage = stage
-        self._least = max(1.0, stage.computing_threads / available_processors())
+        self._stretch = stretch_of(stage.computing_threads)
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._compute_seconds = 0.0
         self._begun: float | None = None
@@ -71,7 +71,7 @@ class ThreadedExecutor:
     @property
     def compute_seconds(self) -> float:
         """Return seconds that finished tasks have taken; where this process may use a part of a
-        processor only, those that they would take if there was no end of them."""
+        processor only, at least those that they would take if one followed the other."""
         return self._compute_seconds
 
     @property
@@ -210,9 +210,9 @@ class ThreadedExecutor:
             del task
 
     def _lasting(self, seconds: float, processor_seconds: float) -> float:
-        """Return what a task takes if many follow each other. A quota of processor time allows a
-        short one at full speed, and makes up for it later."""
-        return max(seconds, processor_seconds * self._least)
+        """Return what a task takes if many follow each other. A quota of processor time lets a
+        short one run at full speed, and makes up for it later."""
+        return max(seconds, processor_seconds * self._stretch)
 
 
 async def _result(task: _Task) -> Any:

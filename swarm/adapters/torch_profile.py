@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from protocol.records import LayerProfile, TensorSpec, Training
 from swarm.adapters.author_code import FAULTS, describe
-from swarm.adapters.processors import available_processors
+from swarm.adapters.processors import stretch_of
 from swarm.adapters.torch_batches import (
     batch_specs,
     check_classes,
@@ -96,8 +96,8 @@ def survey(model: SlicedModel, training: Training, settings: Settings, *, timed:
         digest.update(encode(tensor))
     shape = ModelShape(tuple(shapes), inputs.tensor, target.tensor)
     numerics = f"{_facts(settings)} sha256={digest.hexdigest()}"
-    is_own = settings.device.type == "cpu"  # a device of its own has no share of processors
-    factor = sustained_factor(laps, settings.threads / available_processors() if is_own else 1.0)
+    on_processors = settings.device.type == "cpu"  # another device has no quota of them
+    factor = sustained_factor(laps, stretch_of(settings.threads) if on_processors else 1.0)
     return Survey(
         shape, tuple(_slowed(each, factor) for each in profiles), tuple(in_place), numerics
     )

@@ -1,5 +1,6 @@
 """What every peer knows of the model without holding it; the same on every peer of a run."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.records import LayerProfile, TensorSpec
@@ -43,3 +44,8 @@ class Profile:
     numerics: str
     """Fingerprint: peers with equal fingerprints compute equal bits."""
     memory_bytes: int
+
+
+def microbatch_seconds(layers: Iterable[LayerProfile]) -> float:
+    """Return how long a microbatch takes in these layers, there and back."""
+    return sum(layer.forward_seconds + layer.backward_seconds for layer in layers)

@@ -32,7 +32,7 @@ from swarm.core.membership import Membership
 from swarm.core.memo import by_pair
 from swarm.core.roles import Placing, Situation
 from swarm.core.roll import records_of
-from swarm.core.scheduling.aims import aims_of, step_seconds
+from swarm.core.scheduling.aims import aims_of
 from swarm.core.scheduling.calm import Calm
 from swarm.core.scheduling.horizon import Horizon
 from swarm.core.scheduling.planning import (
@@ -53,7 +53,7 @@ from swarm.core.step import ReplicaState, replicas_of
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan
 from swarm.errors import NoFeasiblePlan
 from swarm.peer.roster import Roster
-from swarm.peer.solving import Question, Solving
+from swarm.peer.solving import Question, Solving, seconds_by
 
 log = logging.getLogger(__name__)
 
@@ -467,10 +467,7 @@ class Leading:
         council = self.plan.header.council
         seed = council.index(self._me.peer) if self._me.peer in council else len(council)
         problem = self._problem_now()
-        aims = aims_of(problem, body, {each: i for i, each in enumerate(members_of(body))})
-        is_possible = all(aims.groups) and aims.feeders
-        seconds = step_seconds(problem, aims) if is_possible else 0.0
-        return self._solving.question(problem, roles, seed, now, seconds)
+        return self._solving.question(problem, roles, seed, now, seconds_by(problem, body))
 
     def _first_question(self, now: float) -> Question | None:
         candidates, estimates = self._all_candidates, self._roster.estimates

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from swarm.core.model import Profile
+from swarm.core.model import Profile, microbatch_seconds
 
 FIRST_SECONDS = 30.0
 """After so long without work a peer times its layers again,"""
@@ -33,8 +33,10 @@ class Retiming:
         self._on_slowdown = on_slowdown
 
     async def run(self, told: Profile, taken_seconds: float) -> None:
-        """Look again, until cancelled; `told` is what this peer joined with, and took as long."""
-        before, idle_seconds, due_seconds = _seconds(told), 0.0, FIRST_SECONDS
+        """Look again, until cancelled; `told` is what this peer joined with, which it took
+        `taken_seconds` to measure."""
+        before = microbatch_seconds(told.layers)
+        idle_seconds, due_seconds = 0.0, FIRST_SECONDS
         while before > 0 and taken_seconds <= MOST_SECONDS:
             await trio.sleep(FIRST_SECONDS)
             if not self._is_idle():
@@ -48,8 +50,4 @@ class Retiming:
             taken_seconds = trio.current_time() - began
             idle_seconds, due_seconds = 0.0, AGAIN_SECONDS
             if self._is_idle():
-                self._on_slowdown(_seconds(again) / before)
-
-
-def _seconds(profile: Profile) -> float:
-    return sum(layer.forward_seconds + layer.backward_seconds for layer in profile.layers)
+                self._on_slowdown(microbatch_seconds(again.layers) / before)

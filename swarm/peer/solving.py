@@ -21,6 +21,8 @@ AGAIN_SECONDS = 300.0
 SOON_SECONDS = 30.0
 """and how soon one by which a step of the present plan takes much longer, or shorter, than by the
 last one: the first figures of a plan at work often show what profiles did not."""
+SECONDS_PER_MEMBER = 0.1
+"""So seldom at least is the problem of a large swarm made, to see that: it has a figure a pair."""
 MUCH = 1.1
 
 
@@ -38,7 +40,9 @@ class Solving:
     def __init__(self) -> None:
         self._roles: tuple[object, ...] | None = None
         self._problem: Problem | None = None
-        self._asked_at, self._seconds, self._members = 0.0, 0.0, 0
+        self._asked_at, self._seconds = 0.0, 0.0
+        """When the last question was asked, and what a step took by it."""
+        self._look_at = 0.0
         self._answered: tuple[PeerId, ...] = ()
         self._is_busy = False
         self._ranges: tuple[Range, ...] = ()
@@ -50,11 +54,8 @@ class Solving:
 
     def is_due(self, roles: tuple[object, ...], now: float) -> bool:
         """Return whether there may be something to solve: `roles` (who is there and does what) are
-        new, or figures may have changed since."""
-        if self._is_busy:
-            return False
-        soon = max(SOON_SECONDS, self._members / 10)
-        return roles != self._roles or now >= self._asked_at + soon
+        new, or figures may have changed since `question` was called last."""
+        return not self._is_busy and (roles != self._roles or now >= self._look_at)
 
     def question(
         self,
@@ -66,7 +67,7 @@ class Solving:
     ) -> Question | None:
         """Return what is to be solved now, if that is a new problem; it is then under way until
         `answered`. By it a step of the present plan, if there is one, takes so many `seconds`."""
-        self._members = len(problem.peers)
+        self._look_at = now + max(SOON_SECONDS, SECONDS_PER_MEMBER * len(problem.peers))
         is_other = max(seconds, self._seconds) > MUCH * min(seconds, self._seconds)
         is_late = now >= self._asked_at + AGAIN_SECONDS
         if roles == self._roles and not (is_other or is_late):
@@ -89,8 +90,8 @@ class Solving:
     def propose(self, problem: Problem, body: PlanBody, assignment: Assignment) -> bool:
         """Aim at an assignment of the members of `body` if it beats what the plan, or the best
         proposal so far, leads to; return whether it does."""
-        now = aims_of(problem, body, {each: i for i, each in enumerate(members_of(body))})
-        if assignment.ranges != now.ranges or not all(now.groups) or not now.feeders:
+        now = _aims(problem, body)
+        if now is None or assignment.ranges != now.ranges:
             return False
         if not _fits(problem, assignment):
             return False
@@ -133,6 +134,18 @@ class Solving:
         wanted = {p: s for p, s in self.target.items() if isinstance(s, int) and p in places}
         if all(places[peer] == stage for peer, stage in wanted.items()):
             self.target = {}
+
+
+def seconds_by(problem: Problem, body: PlanBody) -> float:
+    """Return how long a step takes by what a plan leads to; 0 if nothing would flow."""
+    now = _aims(problem, body)
+    return step_seconds(problem, now) if now is not None else 0.0
+
+
+def _aims(problem: Problem, body: PlanBody) -> Assignment | None:
+    """Return what a plan leads to; None if a stage would have nobody, or nobody would feed."""
+    aims = aims_of(problem, body, {each: i for i, each in enumerate(members_of(body))})
+    return aims if all(aims.groups) and aims.feeders else None
 
 
 def _fits(problem: Problem, assignment: Assignment) -> bool:

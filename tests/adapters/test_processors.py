@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.adapters.processors import available_processors
+from swarm.adapters.processors import available_processors, stretch_of
 
 ALL = float(len(os.sched_getaffinity(0)))
 
@@ -29,7 +29,6 @@ def test_without_control_groups_all_processors_may_be_used(tmp_path: Path) -> No
 
 def test_the_least_quota_above_a_process_counts(tmp_path: Path) -> None:
     root = tmp_path / "fs"
-    put(root, cgroup__procs="")
     put(root / "a", cpu__max="25000 100000\n")
     put(root / "a" / "b", cpu__max="max 100000\n")
     put(root / "a" / "b" / "c", cpu__max="50000 100000\n")
@@ -58,3 +57,9 @@ def test_what_makes_no_sense_is_no_limit(tmp_path: Path) -> None:
     for number, text in enumerate(["", "x y", "1 0", "5", "0 100000", "-5 100"]):
         put(root / str(number), cpu__max=text)
         assert available_processors(root, own(tmp_path, f"0::/{number}\n")) == ALL
+
+
+def test_more_threads_than_processors_take_turns() -> None:
+    here = available_processors()
+    assert stretch_of(256) == max(1.0, 256 / here)
+    assert stretch_of(int(here) if here >= 1 else 0) == 1.0

@@ -1,7 +1,9 @@
 """The worker thread: order, errors, cancellation, priority, and an event loop that is free."""
 
+import math
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import trio
 import trio.testing
 
 from protocol.messages import Microbatch, Totals
+from swarm.adapters.processors import available_processors
 from swarm.adapters.torch_executor import NICENESS, ThreadedExecutor, make_executor
 from swarm.adapters.torch_stage import TorchStage
 from swarm.core.ledger import DoubleCount
@@ -243,3 +246,25 @@ def test_the_thread_is_nicer_and_has_its_own_settings() -> None:
     assert stage.niceness == min(19, before + NICENESS)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
     assert seen == {"threads": 1, "grad": True}
+
+
+class Busy(TorchStage):
+    """A stage whose `flag` uses a processor for as long as the test wants."""
+
+    def flag(self, mb: Microbatch, layer: str, weight: int, accumulate: bool = True) -> None:
+        began = time.thread_time()
+        while time.thread_time() < began + 0.02:
+            pass
+
+
+def test_a_task_takes_at_least_its_processor_time_by_what_may_be_used() -> None:
+    """With eight times as many threads as there are processors: eight times as long."""
+    threads = math.ceil(8 * available_processors())
+
+    async def main() -> float:
+        executor = ThreadedExecutor(Busy(GPT, threads=threads))
+        await executor.flag(Microbatch(0, 0), "embed", 1)
+        await executor.aclose()
+        return executor.compute_seconds
+
+    assert trio.run(main) >= 8 * 0.02

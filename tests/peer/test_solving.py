@@ -10,7 +10,7 @@ from swarm.core.scheduling.aims import step_seconds
 from swarm.core.scheduling.planning import problem_for
 from swarm.core.scheduling.problem import Assignment, Problem, Standby
 from swarm.core.scheduling.rebalance import HYSTERESIS
-from swarm.peer.solving import AGAIN_SECONDS, SOON_SECONDS, Solving
+from swarm.peer.solving import AGAIN_SECONDS, SOON_SECONDS, Solving, seconds_by
 from tests.core.drafts import FOUR, FOUR_LAYERS, RUN
 from tests.core.plans import PEOPLE, candidates
 from tests.core.scheduling.test_snapshot import estimates
@@ -54,6 +54,22 @@ def test_a_plan_that_proves_much_slower_or_faster_is_solved_again_soon(seconds: 
     solving.answered(PROBLEM, None)
     other = slow(2.0, 0)
     assert solving.question(other, ("first",), 3, SOON_SECONDS, seconds) is not None
+
+
+def test_a_step_takes_what_the_plan_leads_to_takes() -> None:
+    assert seconds_by(slow(2.0, 0, 1, 2, 3), FOUR.body) > seconds_by(PROBLEM, FOUR.body) > 0
+    without_data = tuple(replace(peer, has_data=False) for peer in PROBLEM.peers)
+    assert seconds_by(replace(PROBLEM, peers=without_data), FOUR.body) == 0
+
+
+def test_who_has_looked_and_seen_nothing_does_not_look_at_once_again() -> None:
+    """A problem of a thousand peers takes a second to make."""
+    solving = Solving()
+    solving.question(PROBLEM, ("first",), 3, 0.0, 8.0)
+    solving.answered(PROBLEM, None)
+    assert solving.question(slow(2.0, 0), ("first",), 3, SOON_SECONDS, 8.5) is None
+    assert not solving.is_due(("first",), SOON_SECONDS + 1)
+    assert solving.is_due(("first",), 2 * SOON_SECONDS)
 
 
 def test_a_failed_solve_is_an_answer() -> None:

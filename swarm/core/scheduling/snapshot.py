@@ -25,6 +25,7 @@ from protocol.records import (
 )
 from protocol.signing import PeerId
 from swarm.core.measuring.network import Network, completed
+from swarm.core.model import microbatch_seconds
 from swarm.core.scheduling.horizon import LONGEST_SECONDS
 from swarm.core.scheduling.problem import (
     Assignment,
@@ -170,7 +171,7 @@ def _median(values: list[Number]) -> Number:
 def _speed(request: JoinRequest, whole: float, told: Estimates | None) -> float:
     """Return how fast a peer is, relative to the median of each layer: as it measured when it
     joined, corrected by what its work takes since."""
-    own = sum(layer.forward_seconds + layer.backward_seconds for layer in request.layers)
+    own = microbatch_seconds(request.layers)
     speed = whole / own if whole > 0 and own > 0 else 1.0
     return min(max(speed / (told.slowdown if told is not None else 1.0), 1e-6), 1e6)
 
