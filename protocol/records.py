@@ -270,7 +270,8 @@ class LinkEstimate(Record, frozen=True):
     latency_seconds: Seconds
     """One way; 0 where it has not been measured."""
     spread: Spread
-    """Of the bandwidth; of the latency where the bandwidth is not known."""
+    """Of the bandwidth; of the latency where the bandwidth is not known. From 0.5 on the bandwidth
+    is no more than a lower bound."""
 
 
 class Estimates(Record, frozen=True):

@@ -5,6 +5,7 @@ the newest plan is settled, and moves without loss. Pure and deterministic: the 
 gives the same draft.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -238,7 +239,8 @@ def _planned(situation: Situation, gone: Mapping[Member, str]) -> Draft | None:
     promote(roles, version=0)  # who was to have no work until now
     draft = draft_of(roles, "planned", situation.version + 1, situation.header.lineage)
     body, before, header = draft.body, situation.body, situation.header
-    if situation.is_calm and not is_needed(body, before) and draft.council == header.council:
+    is_calm = math.isinf(situation.least_gain)
+    if is_calm and not is_needed(body, before) and draft.council == header.council:
         return None
     same = body.members == before.members and same_roles(body, before)
     return None if same and draft.council == header.council else draft

@@ -4,6 +4,7 @@ The rule: it is judged by what the plan itself, the plan before and signed evide
 reviewer's own observations only add to that. A refusal names the check and the figures.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -45,6 +46,7 @@ from swarm.core.scheduling.planning import (
     version_before,
 )
 from swarm.core.scheduling.problem import Assignment, Problem
+from swarm.core.scheduling.rebalance import HYSTERESIS
 from swarm.core.scheduling.snapshot import assignment_of, flow_of, problem_of
 from swarm.core.step import ranges_of_stages, step_coordinator_of
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan, refusal_of
@@ -479,7 +481,8 @@ def _greedy(
         not set(group) <= set(after)
         for group, after in zip(workers, assignment_of(body).groups, strict=True)
     )
-    greedy = aimed(problem, now, workers=workers, excluded=failing, moves=moves)
+    least_gain = HYSTERESIS if moves else math.inf
+    greedy = aimed(problem, now, workers=workers, excluded=failing, least_gain=least_gain)
     return problem, index, greedy
 
 

@@ -4,6 +4,7 @@ The rule: every move leaves each peer in one place and each stage with what fits
 memory; nothing here decides when a move is made (drafting.py).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,7 +39,7 @@ from swarm.core.scheduling.planning import (
     stage_bytes,
 )
 from swarm.core.scheduling.problem import Assignment, Problem, Standby
-from swarm.core.scheduling.rebalance import stage_seconds
+from swarm.core.scheduling.rebalance import HYSTERESIS, stage_seconds
 from swarm.core.scheduling.snapshot import assignment_of, flow_of
 
 LINKS_FAIL = "its links keep failing"
@@ -81,11 +82,12 @@ class Situation:
     estimates: Mapping[PeerId, Signed] = field(default_factory=dict)
     """What members have measured: checked, signed `Estimates`."""
     horizon_seconds: float = LONGEST_SECONDS
-    """How long a plan is expected to last."""
+    """How long a role is expected to last."""
     improves: bool = True
     """Whether plans that lose nothing are thought of now."""
-    is_calm: bool = False
-    """Improvements that nobody needs have to wait."""
+    least_gain: float = HYSTERESIS
+    """By what fraction of a step an improvement that nobody needs has to be better; infinite: such
+    improvements have to wait."""
     place: "Placing | None" = None
     """How everybody gets a stage; None: `follow_aims`. Simulations compare rules."""
     target: Mapping[PeerId, int | str] = field(default_factory=dict)
@@ -343,7 +345,7 @@ def follow_aims(roles: Roles) -> None:
     parted = [number[member] for member in failing if member in roles.reasons]
     workers = tuple(tuple(sorted(number[each] for each in group)) for group in roles.groups)
     feeding = bound_to_feed(problem, workers)
-    target = {} if situation.is_calm else dict(situation.target)
+    target = {} if math.isinf(situation.least_gain) else dict(situation.target)
     for peer in feeding:
         target.pop(members[peer].peer, None)
     now = _aims(roles, number, target)
@@ -352,7 +354,7 @@ def follow_aims(roles: Roles) -> None:
         now,
         workers=workers,
         excluded={*parted, *feeding},
-        moves=not situation.is_calm,
+        least_gain=situation.least_gain,
     )
     reasons = {each.peer: each.reason for each in wanted.standby}
     stages = {peer: stage for stage, group in enumerate(wanted.groups) for peer in group}

@@ -49,6 +49,7 @@ from swarm.core.scheduling.planning import (
     version_before,
 )
 from swarm.core.scheduling.problem import Assignment, Problem
+from swarm.core.scheduling.rebalance import HYSTERESIS
 from swarm.core.step import ReplicaState, replicas_of
 from swarm.core.verification import JOIN_REQUEST_EPOCHS, check_plan
 from swarm.errors import NoFeasiblePlan
@@ -213,9 +214,12 @@ class Leading:
 
     def adopted(self, before: Plan, now: float) -> None:
         """There is a newer plan: most of what was asked for is settled."""
-        if not _same_members(self.plan.body, before.body):
-            self._horizon.changed(now)
-        if not _same_roles(self.plan.body, before.body):
+        left, joined = _exchanged(self.plan.body, before.body)
+        if left:
+            self._horizon.left(now, left)
+        if before.body.stages and (left or joined):
+            self._calm.members_changed(now)
+        elif not _same_roles(self.plan.body, before.body):
             self._calm.begin(now)
             is_planned = before.body.stages and self.plan.header.kind == "planned"
             if is_planned and not _is_needed(self.plan.body, before.body):
@@ -374,7 +378,7 @@ class Leading:
         heartbeats = self.heartbeats()
         since = self._no_holder_since
         settled = all(self._is_settled(peer, heartbeats) for peer in self._hosting)
-        is_calm = self._calm.is_calm(now) and self.place is None
+        least_gain = self._calm.least_gain(now) if self.place is None else HYSTERESIS
         if settled:
             self._losses.settled(self.plan.key)
         version = self.version
@@ -397,19 +401,20 @@ class Leading:
             waited_seconds=now - since if since is not None else 0.0,
             estimates=self._roster.estimates,
             horizon_seconds=self.horizon_seconds,
-            improves=settled and self._improves(heartbeats, is_calm, now),
-            is_calm=is_calm,
+            improves=settled and self._improves(heartbeats, least_gain, now),
+            least_gain=least_gain,
             place=self.place,
             target=self._solving.target,
         )
 
-    def _improves(self, heartbeats: dict[PeerId, Heartbeat], is_calm: bool, now: float) -> bool:
+    def _improves(self, heartbeats: dict[PeerId, Heartbeat], least_gain: float, now: float) -> bool:
         """Return whether it is time to think of plans that lose nothing: when something is new,
         which in a large swarm is looked at now and then; or after a while. What is wanted by then
         is looked at once more when changes have gathered."""
         waiting = [heartbeats.get(each.member.peer) for each in self.plan.body.standby]
         known = (
-            *(self.plan.key, self._news, self._members.changes, self._roster.measurements, is_calm),
+            *(self.plan.key, self._news, self._members.changes, self._roster.measurements),
+            least_gain,
             *((each.state, each.stage, each.version) for each in waiting if each is not None),
         )
         pause = self._roster.pace.improvement_pause_seconds
@@ -529,8 +534,8 @@ class Leading:
 
     @property
     def horizon_seconds(self) -> float:
-        """Return how long a plan is expected to last, by the last changes of members."""
-        return self._horizon.seconds
+        """Return how long a role is expected to last, by the last losses of members."""
+        return self._horizon.seconds(len(self.plan.body.members))
 
     @property
     def _is_all_settled(self) -> bool:
@@ -583,8 +588,10 @@ class Leading:
 
 
 @by_pair
-def _same_members(body: PlanBody, before: PlanBody) -> bool:
-    return members_of(body) == members_of(before)
+def _exchanged(body: PlanBody, before: PlanBody) -> tuple[int, int]:
+    """Return how many members, or starts of them, a plan has no more, and how many are new."""
+    members, former = set(members_of(body)), set(members_of(before))
+    return len(former - members), len(members - former)
 
 
 # Everybody asks this of every plan.

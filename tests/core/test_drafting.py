@@ -1,6 +1,7 @@
 """What the leader wants next: every draft passes review, and no living peer loses its place."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -651,10 +652,11 @@ def test_who_slows_down_gets_less_and_only_if_that_is_worth_a_plan() -> None:
 
 def test_improvements_wait_where_a_change_has_just_been_made_and_what_is_needed_does_not() -> None:
     slow = {PEOPLE[0].peer: estimates(0, slowdown=3.0)}
-    assert next_draft(situation(RUN, FOUR, settled=True, estimates=slow, is_calm=True)) is None
+    waiting = situation(RUN, FOUR, settled=True, estimates=slow, least_gain=math.inf)
+    assert next_draft(waiting) is None
     joining = [newcomer(5, RUN)]
     draft = draft_in(
-        situation(RUN, FOUR, settled=True, estimates=slow, is_calm=True, joining=joining)
+        situation(RUN, FOUR, settled=True, estimates=slow, least_gain=math.inf, joining=joining)
     )
     assert member(5) in members_of(draft.body)
 

@@ -19,7 +19,7 @@ SHARE = 0.3
 LEAST_SPREAD = 0.02
 """No measurement is better than this."""
 BOUND_SPREAD = 0.5
-"""Of a value that is known to be a lower bound only."""
+"""Of a value that is no more than a lower bound; whatever has so much spread says no more."""
 
 # --- averages ------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ class Average:
     def take(self, value: float, spread: float = 0.1) -> None:
         """Take in a measurement with its own relative standard error."""
         own = max(spread, LEAST_SPREAD) ** 2
-        if self.value <= 0:
+        if self.value <= 0 or (self.spread >= BOUND_SPREAD and value > self.value):
             self.value, self._variance = value, own
             self.spread = math.sqrt(own)
             return

@@ -1,9 +1,10 @@
 """Every link of the swarm, from the few that were measured.
 
-What was measured stays as it is. Latencies of the other pairs come from network coordinates,
-bandwidths from the capacities of both ends and of the way between them; both are then corrected by
-how far the model is off for pairs whose ends are near to theirs. The rule: the same estimates give
-the same network, and every entry says how far it is to be trusted.
+What was measured stays as it is; a lower bound only raises what follows from the others. Latencies
+of the other pairs come from network coordinates, bandwidths from the capacities of both ends and of
+the way between them; both are then corrected by how far the model is off for pairs whose ends are
+near to theirs. The rule: the same estimates give the same network, and every entry says how far it
+is to be trusted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from protocol.records import Estimates, LinkEstimate
 from protocol.signing import PeerId
 from swarm.core.measuring.capacities import capacities
 from swarm.core.measuring.coordinates import Coordinates, coordinates
+from swarm.core.measuring.estimation import BOUND_SPREAD
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -89,6 +91,8 @@ class _Told:
         n = len(peers)
         index = {peer: i for i, peer in enumerate(peers)}
         self.bandwidth, self.spread = np.zeros((n, n)), np.ones((n, n))
+        self.least_bandwidth = np.zeros((n, n))
+        """Where transfers that shared their ways say nothing else."""
         self.uplink, self.downlink = np.zeros(n), np.zeros(n)
         seconds = np.zeros((n, n))
         for i, peer in enumerate(peers):
@@ -104,9 +108,11 @@ class _Told:
         self.seconds = np.where(seconds > 0, seconds, seconds.T)
 
     def _take(self, i: int, j: int, link: LinkEstimate) -> None:
-        self.bandwidth[i, j] = _bounded(link.bandwidth, LEAST_BANDWIDTH, MOST_BANDWIDTH)
-        if link.bandwidth > 0:
-            self.spread[i, j] = min(link.spread, 1.0)
+        bandwidth = _bounded(link.bandwidth, LEAST_BANDWIDTH, MOST_BANDWIDTH)
+        if link.spread >= BOUND_SPREAD:
+            self.least_bandwidth[i, j] = bandwidth
+        elif bandwidth > 0:
+            self.bandwidth[i, j], self.spread[i, j] = bandwidth, link.spread
 
 
 def _bounded(value: float, least: float, most: float) -> float:
@@ -145,7 +151,7 @@ def _bandwidth(told: _Told, latency: Floats, near: csr_array, same: Mask) -> tup
     """Return bytes per second between all peers and their spread, (n, n) each."""
     is_known = told.bandwidth > 0
     if not is_known.any():
-        return np.full_like(latency, DEFAULT_BANDWIDTH), told.spread
+        return np.maximum(DEFAULT_BANDWIDTH, told.least_bandwidth), told.spread
     sender, receiver = np.nonzero(is_known)
     rate = np.log(told.bandwidth[sender, receiver])
     seconds = np.maximum(latency, LEAST_SECONDS)
@@ -159,6 +165,7 @@ def _bandwidth(told: _Told, latency: Floats, near: csr_array, same: Mask) -> tup
             model, odd = model + off, np.where(is_known, odd - off, 0.0)
     correction, spread = _corrected(np.clip(odd, -MOST_ODD, MOST_ODD), is_known, near)
     made = np.clip(np.exp(model + correction), LEAST_BANDWIDTH, MOST_BANDWIDTH)
+    made = np.maximum(made, told.least_bandwidth)
     return np.where(is_known, told.bandwidth, made), np.where(is_known, told.spread, spread)
 
 

@@ -6,6 +6,7 @@ aim at the same roles. Stages keep their layers.
 A peer *aims* at a stage if it works there or stands by for it without a reason not to work.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +22,8 @@ from swarm.core.scheduling.wiring import proportional_flow
 WORSE = 1.001
 """A newcomer by which a step takes longer than this many times as long stands by."""
 ROUNDING = 1e-6
+MOVE_GAIN = 0.002
+"""What each of several moves has to gain: in a large stage one replica is a small part."""
 
 
 def aimed(
@@ -29,20 +32,21 @@ def aimed(
     *,
     workers: Groups,
     excluded: Collection[int] = (),
-    moves: bool = True,
+    least_gain: float = HYSTERESIS,
 ) -> Assignment:
-    """Return the roles to aim at: newcomers placed, then greedy moves if they repay themselves, or
-    without `moves` the former alone.
+    """Return the roles to aim at: newcomers placed, then greedy moves if with all of them a step is
+    shorter by `least_gain`, a fraction; with an infinite one newcomers placed alone.
 
     `assignment` has who aims at a stage already in its groups. `workers`: who works in each stage
     now; one of them stays there until others are ready. Whoever is `excluded` gets nothing.
     """
     placed = _filled(problem, _placed(problem, assignment, frozenset(excluded)), excluded)
-    if not moves:
+    if math.isinf(least_gain):
         return placed
     benched = {each.peer for each in placed.standby if each.reason}
-    moved, made = rebalanced(problem, placed, workers=workers, excluded={*benched, *excluded})
-    if made and step_seconds(problem, moved) < step_seconds(problem, placed) * (1 - HYSTERESIS):
+    still = {*benched, *excluded}
+    moved, made = rebalanced(problem, placed, hysteresis=MOVE_GAIN, workers=workers, excluded=still)
+    if made and step_seconds(problem, moved) < step_seconds(problem, placed) * (1 - least_gain):
         return moved
     return placed
 

@@ -1,6 +1,8 @@
-"""How long a plan is expected to last: as long as there was between the last changes of members.
+"""How long a role lasts: as long as its peer stays, by how often members left of late.
 
-The rule: a power of two, so that a problem stays the same problem while nothing happens.
+In a swarm of eighty somebody may leave every thirty seconds, and yet who is moved now stays for
+forty minutes. The rule: a power of two, so that a problem stays the same problem while nothing
+happens.
 """
 
 import math
@@ -11,20 +13,20 @@ KEPT = 8
 
 
 class Horizon:
-    """What this peer has seen of changes of members."""
+    """What this peer has seen of members that left."""
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=KEPT + 1)
+        self._losses: deque[tuple[float, int]] = deque(maxlen=KEPT + 1)
 
-    def changed(self, now: float) -> None:
-        """A plan with other members has been adopted."""
-        self._times.append(now)
+    def left(self, now: float, peers: int) -> None:
+        """A plan without `peers` of the members before has been adopted."""
+        self._losses.append((now, peers))
 
-    @property
-    def seconds(self) -> float:
-        """Return the mean time between the last changes; the longest before two of them."""
-        if len(self._times) < 2:
+    def seconds(self, members: int) -> float:
+        """Return how long one of `members` stays, by the last losses; the longest before two."""
+        if len(self._losses) < 2:
             return LONGEST_SECONDS
-        mean = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-        rounded = 2.0 ** round(math.log2(max(mean, 1.0)))
+        (began, _), *losses = self._losses
+        pause = (losses[-1][0] - began) / sum(peers for _, peers in losses)
+        rounded = 2.0 ** round(math.log2(max(pause * members, 1.0)))
         return min(max(rounded, SHORTEST_SECONDS), LONGEST_SECONDS)

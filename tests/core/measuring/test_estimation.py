@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.core.measuring.estimation import (
+    BOUND_SPREAD,
     FILLING_BYTES,
     PROBE_BYTES,
     STEADY_BYTES,
@@ -53,7 +54,17 @@ def test_a_lower_bound_raises_and_never_lowers() -> None:
     average.bound(50.0)
     assert average.value == 100.0
     average.bound(200.0)
-    assert average.value == 200.0 and average.spread >= 0.5
+    assert average.value == 200.0 and average.spread == BOUND_SPREAD
+
+
+def test_what_is_measured_takes_the_place_of_a_lower_bound() -> None:
+    average = Average()
+    average.bound(10.0)
+    average.take(400.0)
+    assert average.value == 400.0 and average.spread < BOUND_SPREAD
+    average.bound(500.0)
+    average.take(480.0)  # the bound was right, and the measurement is noisy
+    assert 480.0 <= average.value <= 500.0
 
 
 # --- trains --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.records import LinkEstimate
+from swarm.core.measuring.estimation import BOUND_SPREAD
 from swarm.core.measuring.network import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY_SECONDS,
@@ -167,9 +168,42 @@ def test_whatever_peers_tell_the_network_is_whole(
         for link in given[sender].links:
             j = names.index(link.peer)
             if i != j and link.bandwidth >= 1:
-                assert network.bandwidth[i, j] == link.bandwidth
+                is_bound = link.spread >= BOUND_SPREAD
+                assert network.bandwidth[i, j] >= link.bandwidth
+                assert is_bound or network.bandwidth[i, j] == link.bandwidth
             if i != j and link.latency_seconds >= 1e-6:
                 assert network.latency[i, j] == link.latency_seconds
+
+
+def test_what_is_at_least_so_quick_says_nothing_of_how_quick_it_is() -> None:
+    """Everybody has sent something to everybody at the same time, as in a reduction."""
+    world = datacenter()
+    given = told(world)
+    sharing = {
+        peer: estimates(
+            peer,
+            *own.links,
+            *(
+                LinkEstimate(other, 1e6, 0.0, BOUND_SPREAD)
+                for other in world.names
+                if other != peer and other not in {link.peer for link in own.links}
+            ),
+        )
+        for peer, own in given.items()
+    }
+    assert (
+        completed(world.names, sharing).bandwidth == completed(world.names, given).bandwidth
+    ).all()
+
+
+def test_nothing_is_slower_than_it_is_at_least() -> None:
+    names = ["a", "b", "c"]
+    quick = LinkEstimate("c", 5e9, 0.0, BOUND_SPREAD)
+    only = completed(names, {"a": estimates("a", quick)})
+    assert only.bandwidth[0, 2] == 5e9
+    measured = LinkEstimate("b", 1e8, 0.0, 0.1)
+    both = completed(names, {"a": estimates("a", measured, quick)})
+    assert both.bandwidth[0, 2] == 5e9 and both.bandwidth[0, 1] == 1e8
 
 
 def test_the_order_of_what_is_told_does_not_matter() -> None:

@@ -1,24 +1,40 @@
-"""How long plans last."""
+"""How long a role lasts."""
 
 import pytest
 
 from swarm.core.scheduling.horizon import KEPT, LONGEST_SECONDS, SHORTEST_SECONDS, Horizon
 
 
-def test_without_changes_plans_last_long() -> None:
+def test_without_losses_roles_last_long() -> None:
     horizon = Horizon()
-    assert horizon.seconds == LONGEST_SECONDS
-    horizon.changed(5.0)
-    assert horizon.seconds == LONGEST_SECONDS
+    assert horizon.seconds(4) == LONGEST_SECONDS
+    horizon.left(5.0, 1)
+    assert horizon.seconds(4) == LONGEST_SECONDS
 
 
 @pytest.mark.parametrize(
-    ("pause", "seconds"),
-    [(0.1, SHORTEST_SECONDS), (60.0, 64.0), (100.0, 128.0), (1e6, LONGEST_SECONDS)],
+    ("pause", "members", "seconds"),
+    [
+        (0.1, 10, SHORTEST_SECONDS),
+        (60.0, 1, 64.0),
+        (10.0, 10, 128.0),
+        (30.0, 80, 2048.0),
+        (1e6, 2, LONGEST_SECONDS),
+    ],
 )
-def test_it_is_the_time_between_the_last_changes(pause: float, seconds: float) -> None:
+def test_as_long_as_it_takes_until_all_have_left(
+    pause: float, members: int, seconds: float
+) -> None:
     horizon = Horizon()
-    horizon.changed(0.0)
+    horizon.left(0.0, 1)
     for number in range(KEPT + 1):
-        horizon.changed(1e4 + number * pause)  # the long pause before them is forgotten
-    assert horizon.seconds == seconds
+        horizon.left(1e4 + number * pause, 1)  # the long pause before them is forgotten
+    assert horizon.seconds(members) == seconds
+
+
+def test_who_leaves_with_others_counts_for_itself() -> None:
+    one, four = Horizon(), Horizon()
+    for number in range(KEPT + 1):
+        one.left(number * 10.0, 1)
+        four.left(number * 40.0, 4)
+    assert four.seconds(20) == one.seconds(20) == 256.0
