@@ -286,19 +286,16 @@ class Daemon:
             )
             nursery.start_soon(self.prober.run)
             nursery.start_soon(self._retiming.run, profile, taken)
-            nursery.start_soon(self._watch_resume)
             nursery.start_soon(self._writer.run)
             while True:
                 await self._work(profile)
 
-    async def _watch_resume(self) -> None:
+    async def _watch_resume(self, epoch: Epoch) -> None:
         """Say so when a plan's Reports, or its Resume, are missing for too long."""
-        while True:
+        while epoch.is_replica and not epoch.has_resumed:
             await trio.sleep(self.control.roster.pace.moment_seconds)
-            epoch = self._epoch
-            if epoch is None or epoch.awaits_seconds <= REPORT_SECONDS:
-                continue
-            if self._active.key == self.control.plan.key:
+            is_late = epoch.awaits_seconds > REPORT_SECONDS
+            if is_late and self._active.key == self.control.plan.key:
                 self.control.vigil.owed(epoch.awaits, by_coordinator=epoch.is_step_coordinator)
 
     async def _next_news(self) -> None:
@@ -342,6 +339,7 @@ class Daemon:
         async with trio.open_nursery() as nursery:
             if self._epoch is not None:
                 nursery.start_soon(self._epoch.run)
+                nursery.start_soon(self._watch_resume, self._epoch)
                 self._hand_over_early()
             while not self._is_time_for(self.control.plan):
                 if self._epoch is not None and self.control.plan.key != plan.key:

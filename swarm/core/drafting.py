@@ -73,7 +73,7 @@ def _next_draft(situation: Situation, gone: Mapping[Member, str]) -> Draft | NoH
         return _repair(situation, gone)
     if situation.version >= situation.manifest.training.steps:
         return None
-    promoted = _promoted(situation, gone)
+    promoted = _promoted(situation, gone) if situation.promotes else None
     if promoted is not None:
         return promoted
     if situation.settled:

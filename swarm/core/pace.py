@@ -7,6 +7,7 @@ grow with the swarm; voters go on hearing each other every second.
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from protocol.signing import PeerId
 
@@ -24,7 +25,7 @@ CONSENTS = 16
 """How many members of a large swarm say at a time that they would vote."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pace:
     """The periods of a swarm of so many members, in seconds."""
 
@@ -35,7 +36,7 @@ class Pace:
         """Whether everybody hears everybody."""
         return self.members <= SMALL
 
-    @property
+    @cached_property
     def heartbeat_seconds(self) -> float:
         """How often a member that does not vote says how it is."""
         growing = min(self.members / SMALL, LONGEST_HEARTBEAT_SECONDS)
@@ -51,7 +52,7 @@ class Pace:
         """How often a peer hears whom it waits for: all may wait for the same one."""
         return HEARTBEAT_SECONDS if self.is_small else min(max(1.0, self.members / 50), 10.0)
 
-    @property
+    @cached_property
     def moment_seconds(self) -> float:
         """How often a peer looks at what seldom changes."""
         return 1.0 if self.is_small else min(self.heartbeat_seconds, 5.0)

@@ -83,6 +83,8 @@ class Situation:
     """What members have measured: checked, signed `Estimates`."""
     horizon_seconds: float = LONGEST_SECONDS
     """How long a role is expected to last."""
+    promotes: bool = True
+    """Whether it is thought now of giving work to who is ready in the middle of a step."""
     improves: bool = True
     """Whether plans that lose nothing are thought of now."""
     least_gain: float = HYSTERESIS

@@ -25,9 +25,10 @@ def credit_windows(body: PlanBody, stage: int) -> tuple[tuple[int, ...], ...]:
     """Return how many microbatches of one step parity each source may have at each replica of
     `stage`: rows are sources (feeders for stage 0, else the stage before), columns replicas.
 
-    The replica with the largest share takes `StagePlan.window` of them, the others as many by their
-    shares; all as many as 1F1B keeps in flight and one that hides the way. Sources get their part
-    of it by the wiring, two at least.
+    The replica with the largest share takes `StagePlan.window` of them. All take as many as 1F1B
+    keeps in flight and one that hides the way, which a replica itself is busy with however slow it
+    is, and of what the largest takes beyond that as many as their shares say. Sources get their
+    part of it by the wiring, two at least.
     """
     known = _known_windows(body)
     if stage not in known:
@@ -51,7 +52,8 @@ def _windows(body: PlanBody, stage: int) -> tuple[tuple[int, ...], ...]:
     flow = arriving[:, None] * np.array(body.wiring[stage])
     into = flow.sum(axis=0)
     parts = np.divide(flow, into, out=np.zeros_like(flow), where=into > 0)
-    depth = np.maximum(min(least, most), np.ceil(most * into / into.max() - ROUNDING))
+    own = min(least, most)
+    depth = own + np.ceil((most - own) * into / into.max() - ROUNDING)
     windows = np.maximum(2, np.ceil(depth * parts - ROUNDING)).astype(int)
     return tuple(tuple(row) for row in windows.tolist())
 

@@ -76,7 +76,7 @@ class Applicant:
             if control.is_member or control.plan.body.ended:
                 self.phase = "standby"
                 pause = REJOIN_SECONDS
-                await trio.sleep(control.roster.pace.moment_seconds)
+                await control.next_plan()
             elif control.is_stuck(task_seconds()):
                 self.phase = "stalled"
                 await _wait_a_moment()

@@ -208,6 +208,7 @@ class Control:
         self._told_by: PeerId | None = None
         """Who said last that it leads."""
         self._wake = trio.Event()
+        self._adopted = trio.Event()
         self.measured = trio.Event()
         """Set once this peer knows its machine, and may ask to join."""
         self.layers = 0
@@ -233,6 +234,10 @@ class Control:
     def is_stuck(self, task_seconds: float) -> bool:
         """Return whether this peer's executor hangs: then it takes no part."""
         return membership.is_stuck(task_seconds, self._task_seconds())
+
+    async def next_plan(self) -> None:
+        """Wait until there is a newer plan."""
+        await self._adopted.wait()
 
     @property
     def is_member(self) -> bool:
@@ -690,6 +695,8 @@ class Control:
         self.agree_seconds = now - sign_at if sign_at is not None else None
         self._know(plan)
         self.leading.adopted(before, now)
+        self._adopted.set()
+        self._adopted = trio.Event()
         self._heard_candidates.clear()
         self._retry_at = 0.0
         self._on_plan(plan)

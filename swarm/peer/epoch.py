@@ -175,6 +175,11 @@ class Epoch:
         return self._hosting is not None
 
     @property
+    def has_resumed(self) -> bool:
+        """Return whether Resume has come."""
+        return self._resumed_at is not None
+
+    @property
     def is_step_coordinator(self) -> bool:
         """Return whether this peer merges the Reports."""
         return self._hosting is not None and self._hosting.step_coordinator is not None
@@ -187,7 +192,7 @@ class Epoch:
     @property
     def awaits(self) -> tuple[PeerId, ...]:
         """Return who owes this peer a Report or the Resume."""
-        if self._hosting is None or self._resumed_at is not None:
+        if self._hosting is None or self.has_resumed:
             return ()
         coordinator = self._hosting.step_coordinator
         if coordinator is not None:
@@ -341,7 +346,7 @@ class Epoch:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for this peer")
 
     def _resume(self, message: Resume) -> None:
-        if self._resumed_at is not None:
+        if self.has_resumed:
             return
         if len(message.stages) != len(self.plan.body.stages):
             raise RemoteProtocolError(

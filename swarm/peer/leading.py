@@ -6,6 +6,7 @@ the first change, so that changes that belong together make one plan.
 
 import logging
 import math
+from collections.abc import Mapping
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Durable, Heartbeat, LostWork
@@ -30,6 +31,7 @@ from swarm.core.losses import Losses
 from swarm.core.measuring.gathering import Gathering
 from swarm.core.membership import Membership
 from swarm.core.memo import by_pair
+from swarm.core.pace import CONSENTS
 from swarm.core.roles import Placing, Situation
 from swarm.core.roll import records_of
 from swarm.core.scheduling.aims import aims_of
@@ -42,6 +44,7 @@ from swarm.core.scheduling.planning import (
     evicted,
     first_plan,
     halting_plan,
+    is_ready,
     members_of,
     plan_by,
     problem_for,
@@ -60,6 +63,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """How often a leader thinks again although nothing has changed: evidence gets old."""
+MEASURED_PAUSES = 3
+"""So many times as long a leader of a large swarm waits where there are other measurements only."""
 UNCHANGED_SECONDS = 30.0
 """How often it thinks again of plans that lose nothing although nothing has changed."""
 NOT_SETTLED = frozenset(
@@ -114,7 +119,13 @@ class Leading:
         """Grows with whatever this peer is told that a draft depends on."""
         self._looked: tuple[object, ...] | None = None
         self._looked_at = self._look_at = -math.inf
+        self._estimates: Mapping[PeerId, Signed] = {}
+        self._estimates_until = -math.inf
+        """What peers have measured, and until when that is new enough."""
+        self._weighed: tuple[object, ...] | None = None
+        """Who was ready, and when, when it was last thought of giving them work."""
         self._improved: tuple[object, ...] | None = None
+        self._improved_by = 0
         self._improved_at = -math.inf
         """By what, and when, it was thought of plans that lose nothing."""
         self.trouble = ""
@@ -153,6 +164,7 @@ class Leading:
         """A peer asks to join."""
         if candidate.member not in members_of(self.plan.body):
             self._candidates[candidate.member.peer] = candidate
+            self._estimates_until = -math.inf
             self._news += 1
 
     def drop_candidate(self, peer: PeerId) -> None:
@@ -172,7 +184,6 @@ class Leading:
     def consented(self, peer: PeerId, consent: Signed) -> None:
         """A member would vote from the newest epoch on; the signature has been checked."""
         self._consents[peer] = consent
-        self._news += 1
 
     def lost_work(self, sender: PeerId, message: LostWork, now: float) -> None:
         """Frames between two workers were lost with a link. It may be said again and again."""
@@ -217,6 +228,8 @@ class Leading:
         left, joined = _exchanged(self.plan.body, before.body)
         if left:
             self._horizon.left(now, left)
+        if left or joined:
+            self._estimates_until = -math.inf
         if before.body.stages and (left or joined):
             self._calm.members_changed(now)
         elif not _same_roles(self.plan.body, before.body):
@@ -245,7 +258,8 @@ class Leading:
 
     def look_again(self) -> None:
         """What was drafted last was not found good."""
-        self._looked = self._improved = None
+        self._looked = self._improved = self._weighed = None
+        self._estimates_until = -math.inf
         self._improved_at = -math.inf
 
     @property
@@ -268,7 +282,8 @@ class Leading:
 
     @property
     def _all_changes(self) -> tuple[object, ...]:
-        return (self.plan.key, self._news, self._roster.changes, self._members.changes)
+        heard = self._roster.changes, self._members.changes, len(self._consents)
+        return (self.plan.key, self._news, *heard)
 
     def draft(self, now: float) -> tuple[Draft, tuple[Signed, ...]] | None:
         """Return the plan that this peer would propose now, with its evidence; None if there is
@@ -283,7 +298,7 @@ class Leading:
         self._changes.note(now)
         if not self._changes.due(now):
             return None
-        return wanted, self._evidence(wanted)
+        return wanted, self._evidence(wanted, now)
 
     def _wanted(self, now: float) -> Draft | None:
         header, body = self.plan.header, self.plan.body
@@ -383,6 +398,7 @@ class Leading:
             self._losses.settled(self.plan.key)
         version = self.version
         self._note_version(version, now)
+        pending = not settled and self._is_pending(version, heartbeats)
         waiting = [peer for peer, each in heartbeats.items() if each.awaits or each.rollback >= 0]
         return Situation(
             manifest=self._manifest,
@@ -395,17 +411,43 @@ class Leading:
             lost_work=self._losses.reason,
             apart=self._losses.apart(now),
             settled=settled,
-            pending=not settled and self._is_pending(version, heartbeats),
+            pending=pending,
             step_left_seconds=self._step_left_seconds(now),
             version=version,
             waited_seconds=now - since if since is not None else 0.0,
-            estimates=self._roster.estimates,
+            estimates=self._told(now),
             horizon_seconds=self.horizon_seconds,
+            promotes=(settled or pending) and self._promotes(heartbeats),
             improves=settled and self._improves(heartbeats, least_gain, now),
             least_gain=least_gain,
             place=self.place,
             target=self._solving.target,
         )
+
+    def _told(self, now: float) -> Mapping[PeerId, Signed]:
+        """Return what peers have measured; in a large swarm, where somebody always tells something,
+        as it was when the members were others or a while ago: it makes one network for all drafts
+        of that time."""
+        if now >= self._estimates_until:
+            self._estimates = self._roster.estimates
+            self._estimates_until = now + self._roster.pace.improvement_pause_seconds
+        return self._estimates
+
+    def _promotes(self, heartbeats: Mapping[PeerId, Heartbeat]) -> bool:
+        """Return whether it is time to think of those who are ready: when there are others than
+        last time, or in another step; what is wanted by then is looked at once more."""
+        lineage, version = self.plan.header.lineage, self.version + 1
+        ready = tuple(
+            each.member
+            for each in self.plan.body.standby
+            if (heartbeat := heartbeats.get(each.member.peer)) is not None
+            and is_ready(heartbeat, each.member, each.stage, lineage, version)
+        )
+        weighed = (self.plan.key, version, ready)
+        if not ready or (weighed == self._weighed and math.isinf(self._changes.deadline)):
+            return False
+        self._weighed = weighed
+        return True
 
     def _improves(self, heartbeats: dict[PeerId, Heartbeat], least_gain: float, now: float) -> bool:
         """Return whether it is time to think of plans that lose nothing: when something is new,
@@ -413,16 +455,18 @@ class Leading:
         is looked at once more when changes have gathered."""
         waiting = [heartbeats.get(each.member.peer) for each in self.plan.body.standby]
         known = (
-            *(self.plan.key, self._news, self._members.changes, self._roster.measurements),
-            least_gain,
+            *(self.plan.key, self._news, self._members.changes, least_gain),
+            min(len(self._consents), CONSENTS),
             *((each.state, each.stage, each.version) for each in waiting if each is not None),
         )
+        measured = self._roster.measurements
         pause = self._roster.pace.improvement_pause_seconds
-        if known == self._improved:
-            pause = max(pause, UNCHANGED_SECONDS)
+        if self._improved == known:
+            is_same = self._improved_by == measured
+            pause = max(pause, UNCHANGED_SECONDS) if is_same else MEASURED_PAUSES * pause
         if now < self._improved_at + pause and math.isinf(self._changes.deadline):
             return False
-        self._improved, self._improved_at = known, now
+        self._improved, self._improved_by, self._improved_at = known, measured, now
         return True
 
     def _is_pending(self, version: int, heartbeats: dict[PeerId, Heartbeat]) -> bool:
@@ -575,14 +619,14 @@ class Leading:
             and heartbeat.state not in NOT_SETTLED
         )
 
-    def _evidence(self, draft: Draft) -> tuple[Signed, ...]:
+    def _evidence(self, draft: Draft, now: float) -> tuple[Signed, ...]:
         found: list[Signed] = []
         for member in evicted(self.plan.body, draft.body):
             found.extend(self._members.evidence(member))
         for peer in draft.council:
             if peer not in self.plan.header.council and peer in self._consents:
                 found.append(self._consents[peer])
-        estimates = self._roster.estimates
+        estimates = self._told(now)
         found += [estimates[each.signer] for each in draft.body.members if each.signer in estimates]
         return tuple(found)
 

@@ -8,6 +8,7 @@ never written, so a reduction can be done again.
 import logging
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy
 import trio
@@ -98,7 +99,7 @@ class Reducer:
         owners = {s.owner for key, s in self._shards.items() if key not in self._gathered}
         return tuple(sorted(owners - {self._me}))
 
-    @property
+    @cached_property
     def transfer_seconds(self) -> float:
         """Return how long parts and sums may be on their way, at the lowest rate that a link may
         have."""

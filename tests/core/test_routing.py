@@ -164,7 +164,7 @@ def test_a_source_has_the_part_of_the_window_that_the_wiring_gives_it() -> None:
         wiring=(((1.0, 0.0), (0.0, 1.0)), ((1.0, 0.0), (0.75, 0.25)), ((1.0,), (1.0,))),
     )
     assert credit_windows(plan, 0) == ((8, 2), (2, 8))
-    assert credit_windows(plan, 1) == ((5, 2), (4, 3))
+    assert credit_windows(plan, 1) == ((5, 2), (4, 4))
     assert credit_windows(plan, 2) == ((7,), (2,))
 
 
