@@ -155,8 +155,8 @@ def test_the_window_keeps_the_pipeline_full(
 
 def test_a_source_has_the_part_of_the_window_that_the_wiring_gives_it() -> None:
     """Stage 0: each feeds itself, so the whole window is its own. Stage 1: a has 1 of 2 parts of
-    the flow and sends all of it to c, b sends d a quarter. So d has a seventh of what c has, but
-    takes the 3 that 1F1B needs."""
+    the flow and sends all of it to c, b sends d a quarter. So d has a seventh of what c has: it
+    takes the 3 that 1F1B needs, and a seventh of the 5 that c takes beyond that."""
     plan = body([["a", "b"], ["c", "d"], ["e"]], ["a", "b"])
     plan = msgspec.structs.replace(
         plan,
