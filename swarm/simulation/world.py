@@ -23,7 +23,7 @@ from swarm.core.chain import HARD_STATE, HardState, hash_of_body
 from swarm.daemon import Daemon, Outside, Settings
 from swarm.errors import RecoveryError, SwarmError
 from swarm.peer import donor, state
-from swarm.peer.keeping import load_state
+from swarm.peer.keeping import PLACES, load_state
 from swarm.ports import Dht
 from swarm.simulation.clock import virtual_clock
 from swarm.simulation.executor import Machine, SimExecutor
@@ -371,7 +371,8 @@ class World:
             self.invariants.beat(process, unpack(header, LeaderBeat))
 
     def _saved(self, process: Process, name: str, data: bytes) -> None:
-        self.trace.add(process.name, f"   saved {name} {hash_of_body(data).hex()[:8]}")
+        digest = hash_of_body(data) if name in PLACES else sha256(data)
+        self.trace.add(process.name, f"   saved {name} {digest.hex()[:8]}")
         self.invariants.saved(process, name, data)
         if self.options.watcher is not None:
             self.options.watcher.saved(process.number)

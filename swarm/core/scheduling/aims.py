@@ -56,7 +56,7 @@ def proportional(problem: Problem, assignment: Assignment) -> Prediction:
     return _proportional(problem, assignment)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _proportional(problem: Problem, assignment: Assignment) -> Prediction:
     return predict(problem, assignment, proportional_flow(problem, assignment))
 

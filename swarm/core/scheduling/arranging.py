@@ -134,7 +134,7 @@ def window_limit(problem: Problem, layers: tuple[int, int], group: Sequence[int]
     return min(most, int((memory - state) // kept))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _flow(problem: Problem, assignment: Assignment, programs: bool) -> Flow:
     """Return the wiring that is worth its price."""
     simple = proportional_flow(problem, assignment)
