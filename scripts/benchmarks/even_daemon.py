@@ -21,7 +21,9 @@ def keep(roles: Roles) -> None:
     let_stand_by(roles, roles.idle())
 
 
-def in_order(candidates: Sequence[Candidate], replicas: Sequence[int]) -> list[list[Candidate]]:
+def in_order(
+    candidates: Sequence[Candidate], replicas: Sequence[int], _speeds: Sequence[float]
+) -> list[list[Candidate]]:
     """Deal peers to stages by their labels."""
     ordered = iter(sorted(candidates, key=_label))
     return [[next(ordered) for _ in range(number)] for number in replicas]

@@ -8,6 +8,7 @@ its members (snapshot.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from msgspec.structs import replace
 
@@ -37,6 +38,9 @@ from swarm.core.scheduling.snapshot import problem_of
 from swarm.core.scheduling.starts import fits
 from swarm.errors import NoFeasiblePlan
 
+UNLIKE = 1.5
+"""Speeds differ where the fastest is so many times as fast as the slowest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -61,7 +65,7 @@ def first_plan(
 ) -> PlanBody:
     """Return a plan for all candidates; `stages` 0 chooses their number.
 
-    If `stages` or the manifest's cuts give the number, peers are divided evenly among stages;
+    If `stages` or the manifest's cuts give the number, stages get equally many peers;
     otherwise the greedy answer is taken (greedy.py). Raises NoFeasiblePlan if there are too few
     peers or layers, if nobody has the data, or if a stage's state does not fit into memory.
     """
@@ -82,7 +86,7 @@ def first_plan(
     _check_memory(training, candidates, ranges)
     sizes = [len(candidates) // count + (k < len(candidates) % count) for k in range(count)]
     limit = replica_limit(training) or len(candidates)
-    groups = _groups(candidates, sizes)
+    groups = _groups(candidates, sizes, [peer.speed for peer in problem.peers])
     hosts = [[each.member for each in group[:limit]] for group in groups]
     standby = [
         StandbyPlan(each.member, stage)
@@ -337,8 +341,20 @@ def _check_memory(
         )
 
 
-def _groups(candidates: Sequence[Candidate], replicas: Sequence[int]) -> list[list[Candidate]]:
-    """Deal peers to stages: those that hold the data first to stage 0, which is fed."""
+def _groups(
+    candidates: Sequence[Candidate], replicas: Sequence[int], speeds: Sequence[float]
+) -> list[list[Candidate]]:
+    """Deal peers to stages: those that hold the data first to stage 0, which is fed; where all do
+    and speeds differ, the fastest first, there and back along the stages."""
+    have_data = all(each.request.data_digest for each in candidates)
+    if have_data and max(speeds) > UNLIKE * min(speeds):
+        dealt: list[list[Candidate]] = [[] for _ in replicas]
+        there = range(len(replicas))
+        turns = cycle((*there, *reversed(there)))
+        for i in sorted(range(len(candidates)), key=lambda i: (-speeds[i], i)):
+            stage = next(turn for turn in turns if len(dealt[turn]) < replicas[turn])
+            dealt[stage].append(candidates[i])
+        return dealt
     ordered = sorted(candidates, key=lambda each: (not each.request.data_digest, each.request.peer))
     groups = []
     start = 0

@@ -86,6 +86,19 @@ def test_given_the_number_of_stages_peers_are_divided_evenly(
     assert sizes(body) == even
 
 
+def test_the_same_number_of_peers_has_as_much_speed_in_every_stage() -> None:
+    """Two peers are twice as fast as four others, and two half as fast."""
+    took = [0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    people = [
+        candidate(who, RUN, request(who, RUN.run, seconds=[seconds] * 2, digest=b"d" * 32))
+        for who, seconds in zip(PEOPLE, took, strict=False)
+    ]
+    speed = {each.member: 1 / seconds for each, seconds in zip(people, took, strict=True)}
+    body = first_plan(RUN.training, people, 2)
+    assert sizes(body) == [4, 4]
+    assert [sum(speed[each] for each in stage.replicas) for stage in body.stages] == [4.5, 4.5]
+
+
 def test_the_cuts_of_the_manifest_are_kept() -> None:
     run = manifest(run=training(cuts=(1, 3)))
     body = first_plan(run.training, candidates(4, run, [1.0, 9.0, 1.0, 9.0]), stages=2)
