@@ -24,6 +24,7 @@ from swarm.core.scheduling.wiring import backward_edge_seconds, edge_seconds, st
 Range = tuple[int, int]
 Group = tuple[int, ...]
 
+ROUNDING = 1e-12
 MOST_KEPT = 128
 """Of so many peers, what a cut is like between any two is computed once."""
 
@@ -216,12 +217,13 @@ def _least(microbatches: int, fastest: float, stages: Sequence[_Stage]) -> float
     while True:
         total, slope, following = microbatches * seconds, float(microbatches), math.inf
         for stage in stages:
-            full = min(bisect_left(stage.rates, 1.0 / seconds), len(stage.rates) - 1)
+            slower = (1.0 - ROUNDING) / seconds  # on a breakpoint the piece above it counts
+            full = min(bisect_left(stage.rates, slower), len(stage.rates) - 1)
             rate = stage.rates[full - 1] if full else 0.0
             work = stage.work[full - 1] if full else 0.0
             total += seconds * work + max(0.0, 1.0 - seconds * rate) * stage.seconds[full]
             slope += work - rate * stage.seconds[full]
-            if full and 1.0 / rate > seconds:
+            if full:
                 following = min(following, 1.0 / rate)
         if slope >= 0 or following == math.inf:
             return total

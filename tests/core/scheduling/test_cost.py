@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.core.scheduling.bounds import bound_of
@@ -138,6 +138,7 @@ def drawn(one: int, two: int) -> tuple[Problem, Assignment]:
 
 @settings(max_examples=80, deadline=None)
 @given(seeds, seeds)
+@example(170, 108)  # a breakpoint that rounding put on its other side
 def test_the_bound_is_never_above_the_prediction(one: int, two: int) -> None:
     problem, assignment = drawn(one, two)
     assert bound_of(problem, assignment) <= predict(problem, assignment).step_seconds * (1 + 1e-9)
