@@ -20,7 +20,6 @@ from swarm.simulation.simulate import simulate
 RULES = ("ours", "none", "swarm", "petals")
 SCENARIOS = Path("docs/scenarios")
 KILLS, TRACE = SCENARIOS / "kill-every-30-s.toml", SCENARIOS / "spot-churn.toml"
-FAR = SCENARIOS / "kills-far-apart.toml"
 QUICK_DURATION = "30s"
 
 
@@ -49,7 +48,7 @@ def _wanted(scenarios: Sequence[str], trace: str) -> list[tuple[Path, Path | Non
     churn = Path(trace) if trace else None
     if scenarios:
         return [(Path(each), churn) for each in scenarios]
-    made: list[tuple[Path, Path | None]] = [(KILLS, None), (FAR, None)]
+    made: list[tuple[Path, Path | None]] = [(KILLS, None)]
     return made if churn is None else [*made, (TRACE, churn)]
 
 
