@@ -54,8 +54,6 @@ def main() -> int:
             parser.error(f"{options.name} has no --{name}")
     if options.name in ("ablations", "growth", "optimality", "scale", "scheduler", "stability"):
         os.environ.update(dict.fromkeys(THREADS, "1"))  # before NumPy is imported
-    if options.name == "churn":  # of a simulated tensor one page has memory: no huge one
-        os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
     benchmark = importlib.import_module(f"benchmarks.{options.name}")
     report = benchmark.measure(quick=options.quick, **given)
     print(report.as_json() if options.json else report.as_text())

@@ -25,9 +25,12 @@ PEERS, QUICK_PEERS = (10, 100, 1000), (10, 20)
 HOUR_SECONDS = 3600.0
 VIRTUAL_SECONDS, QUICK_VIRTUAL_SECONDS = HOUR_SECONDS, 90.0
 LAYERS = 10
-SPEED, QUICK_SPEED = 0.0006, 0.01
-"""A layer takes 50 s, or 3 s, there and back: a step of ten stages takes some ten minutes."""
-CHANGES_PER_PEER_AND_HOUR = 0.075
+SPEED, QUICK_SPEED = 0.002, 0.01
+"""A layer takes 15 s, or 3 s, there and back."""
+ROUNDS, QUICK_ROUNDS = 60, 2
+"""Microbatches of a step for every replica of a stage. A step of ten stages takes 18 minutes, and
+longer where peers die, since each death takes what is under way with it."""
+CHANGES_PER_PEER_AND_HOUR = 0.02
 LATER = 0.05
 """Part of the peers that join while it is measured."""
 START_SECONDS = 0.01
@@ -82,7 +85,8 @@ def measure(*, quick: bool) -> Report:
 
 def _lived(peers: int, *, quick: bool) -> Seen:
     stages = min(LAYERS, max(2, peers // 10))
-    training = integer_training(steps=1000, microbatches=2 * (peers // stages))
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    training = integer_training(steps=1000, microbatches=rounds * (peers // stages))
     options = Options(
         physics=Physics(training, layers=LAYERS, elements=max(3, peers // stages)),
         peers=peers,

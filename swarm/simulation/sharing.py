@@ -5,6 +5,7 @@ nobody can change.
 """
 
 import gc
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,10 @@ and again takes a fifth of the time."""
 
 @contextmanager
 def shared_work() -> Iterator[None]:
-    """Decode large messages once, however many get the same one, and seldom look for garbage."""
+    """Decode large messages once, however many get the same one, and seldom look for garbage; and
+    ask for no huge pages: of a hollow tensor one page has memory, which should be a small one."""
     module: Any = codec
+    arrays: Any = importlib.import_module("numpy._core.multiarray")
     unpack, thresholds = module.unpack, gc.get_threshold()
     known: dict[tuple[bytes, type], Any] = {}
 
@@ -39,8 +42,10 @@ def shared_work() -> Iterator[None]:
 
     module.unpack = unpack_once
     gc.set_threshold(*RARE)
+    had_huge_pages = arrays._set_madvise_hugepage(False)
     try:
         yield
     finally:
+        arrays._set_madvise_hugepage(had_huge_pages)
         module.unpack = unpack
         gc.set_threshold(*thresholds)
