@@ -53,13 +53,14 @@ class Follower:
         on_step: Callable[[], None],
         begins_at: int = -1,
     ) -> None:
-        """`is_leaver`: what this peer holds is others' to fetch until the next commit; `on_step`
+        """`is_leaver`: what this peer holds is others' to fetch until they hold it, too; `on_step`
         is called when the version that is held has changed. `begins_at`: the version that the group
         has while this plan waits for the end of a step; -1 if that is not known."""
         self.stage = stage
         self.holding = holding
         self._ranges = ranges_of_stages(body)
-        self._donors = replicas_of(body, stage)
+        self._replicas = [replicas_of(body, number) for number in range(len(body.stages))]
+        self._donors = self._replicas[stage]
         self._largest_states = largest_pieces("state", body, links.me, shape, stage)
         self._largest_gradients = largest_pieces("gradient", body, links.me, shape, stage)
         self._lineage = lineage
@@ -89,6 +90,7 @@ class Follower:
         """The group goes on from this step: what passed before is not collected any more, but for
         the last one, with which who has begun before gets there."""
         self._group_version = message.step
+        self._is_free = self._is_free or self._is_spared(message)
         self._collected = message.step - 1
         totals = message.totals
         if totals is not None and self._holds_stage and self.version == self._collected:
@@ -96,6 +98,18 @@ class Follower:
             self._commits.append((self.version, totals))
             self._committed.set()
         self._wake()
+
+    def _is_spared(self, message: Resume) -> bool:
+        """Return whether two replicas at least host the stage that is held, and all of them hold
+        what may be fetched of it. Until the next commit they may not."""
+        held = self.holding
+        if held is None or held.range not in self._ranges:
+            return False
+        stage = self._ranges.index(held.range)
+        settlement, replicas = message.stages[stage], set(self._replicas[stage])
+        has_state = replicas <= set(settlement.donors)
+        has_gradient = not settlement.prepared or replicas <= set(settlement.prepared)
+        return len(replicas) > 1 and has_state and has_gradient
 
     def commit(self, message: Commit) -> None:
         """The group has committed a step."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import pytest
 import trio
 import trio.testing
 
@@ -55,8 +56,15 @@ class Standby:
             self.moved = trio.Event()
             await self.moved.wait()
 
-    def resume(self, step: int, totals: Totals | None = None) -> None:
-        settlement = Settlement(HASH, b"\x03", (), (), None, ())
+    def resume(
+        self,
+        step: int,
+        totals: Totals | None = None,
+        *,
+        donors: tuple[str, ...] = (),
+        prepared: tuple[str, ...] = (),
+    ) -> None:
+        settlement = Settlement(HASH, b"\x03", donors, prepared, None, ())
         resume = Resume(fence=FENCE, step=step, totals=totals, stages=(settlement,) * 2)
         self.follower.resume(resume)
 
@@ -80,10 +88,9 @@ class Standby:
         assert self.me.executor.version == group.version
 
 
-def plan_of(givers: Sequence[Giver], me: Giver) -> PlanBody:
-    """Return a plan in which `givers` host the stage and `me` follows it."""
-    other = "elsewhere"
-    found = body([[each.me for each in givers], [other]])
+def plan_of(givers: Sequence[Giver], me: Giver, others: Sequence[str]) -> PlanBody:
+    """Return a plan in which `givers` host the stage that `me` follows, and `others` the other."""
+    found = body([[each.me for each in givers], list(others)])
     stages = tuple(
         StagePlan(first, last, stage.replicas, stage.shares, TensorSpec("float32", (8,)))
         for (first, last), stage in zip(RANGES, found.stages, strict=True)
@@ -106,6 +113,7 @@ def follow(
     holding: Holding | None = None,
     is_leaver: bool = False,
     begins_at: int = -1,
+    others: Sequence[str] = ("elsewhere",),
 ) -> None:
     """Run `scenario` with a standby behind two replicas that hold version 0."""
 
@@ -114,7 +122,7 @@ def follow(
             await me.hold()
         follower = Follower(
             stage=STAGE,
-            body=plan_of(givers, me),
+            body=plan_of(givers, me, others),
             shape=physics.shape,
             lineage=0,
             holding=holding,
@@ -298,6 +306,40 @@ def test_a_leaver_keeps_what_others_may_fetch_until_the_next_commit(tmp_path: Pa
 
     # It held another stage.
     follow(tmp_path, scenario, holding=Holding(0, 2, 3, 0, HASH), is_leaver=True)
+
+
+def test_a_leaver_is_free_when_all_of_its_stage_hold_what_it_does(tmp_path: Path) -> None:
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0, donors=("one", "other", "me"))
+        await standby.moved.wait()
+        assert standby.versions == [0] and standby.follower.is_ready
+        await standby.commit(0)
+        await standby.until(1)
+        standby.check_equal()
+
+    here = {"holding": Holding(0, 2, 3, 0, HASH), "is_leaver": True}
+    follow(tmp_path, scenario, **here, others=("one", "other"))
+
+
+@pytest.mark.parametrize(
+    ("others", "donors", "prepared"),
+    [
+        (("one", "other"), ("one", "me"), ()),
+        (("one", "other"), ("one", "other", "me"), ("me",)),
+        (("one",), ("one", "me"), ()),
+    ],
+    ids=["one lacks the state", "one lacks the gradient", "one has it alone"],
+)
+def test_a_leaver_keeps_what_its_stage_lacks_or_would_have_once(
+    tmp_path: Path, others: tuple[str, ...], donors: tuple[str, ...], prepared: tuple[str, ...]
+) -> None:
+    async def scenario(standby: Standby) -> None:
+        standby.resume(0, donors=donors, prepared=prepared)
+        await trio.testing.wait_all_tasks_blocked(QUIET_SECONDS)
+        assert standby.versions == [] and not standby.follower.is_ready
+
+    here = {"holding": Holding(0, 2, 3, 0, HASH), "is_leaver": True}
+    follow(tmp_path, scenario, **here, others=others)
 
 
 def test_until_resume_a_standby_does_nothing(tmp_path: Path) -> None:
