@@ -259,6 +259,7 @@ class JoinRequest(Record, frozen=True):
 # --- what peers have measured --------------------------------------------------------------
 
 MAX_LINKS = 1024
+GUESS_SPREAD = 1.0
 
 
 class LinkEstimate(Record, frozen=True):
@@ -270,8 +271,8 @@ class LinkEstimate(Record, frozen=True):
     latency_seconds: Seconds
     """One way; 0 where it has not been measured."""
     spread: Spread
-    """Of the bandwidth; of the latency where the bandwidth is not known. From 0.5 on the bandwidth
-    is no more than a lower bound."""
+    """Of the bandwidth; of the latency where the bandwidth is not known. From GUESS_SPREAD on the
+    bandwidth was not measured: it is no more than a lower bound."""
 
 
 class Estimates(Record, frozen=True):

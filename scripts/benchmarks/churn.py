@@ -31,8 +31,8 @@ def measure(
     duration: str = "",
     rule: Sequence[str] = (),
 ) -> Report:
-    """Simulate scenarios, by default those of the documentation, with every rule; `trace` is for
-    the one of them that follows a churn trace, or for all that are named."""
+    """Simulate scenarios, by default kills every 30 s, with every rule. With `trace`, a churn
+    trace, also spot instances that follow it, or all that are named."""
     report = Report("churn")
     rules = [each for each in RULES if not rule or each in rule]
     wanted = _wanted(scenario, trace)

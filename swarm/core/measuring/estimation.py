@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from protocol.records import GUESS_SPREAD
 from protocol.signing import PeerId
 
 SHARE = 0.3
@@ -19,7 +20,9 @@ SHARE = 0.3
 LEAST_SPREAD = 0.02
 """No measurement is better than this."""
 BOUND_SPREAD = 0.5
-"""Of a value that is no more than a lower bound; whatever has so much spread says no more."""
+"""Of what was measured, and is known to be more."""
+MOST_SPREAD = 0.99
+"""Whatever was measured, however noisily, is no guess."""
 
 # --- averages ------------------------------------------------------------------------------------
 
@@ -36,25 +39,27 @@ class Average:
 
     value: float = 0.0
     """0 before the first measurement."""
-    spread: float = 1.0
+    spread: float = GUESS_SPREAD
     _variance: float = 0.0
 
     def take(self, value: float, spread: float = 0.1) -> None:
         """Take in a measurement with its own relative standard error."""
         own = max(spread, LEAST_SPREAD) ** 2
-        if self.value <= 0 or (self.spread >= BOUND_SPREAD and value > self.value):
+        if self.value <= 0 or (self.spread >= GUESS_SPREAD and value > self.value):
             self.value, self._variance = value, own
-            self.spread = math.sqrt(own)
+            self.spread = min(math.sqrt(own), MOST_SPREAD)
             return
         off = math.log(value / self.value)
         self.value *= math.exp(SHARE * off)
         self._variance = (1 - SHARE) * self._variance + SHARE * max(own, off**2)
-        self.spread = math.sqrt(self._variance * SHARE / (2 - SHARE) + LEAST_SPREAD**2)
+        spread = math.sqrt(self._variance * SHARE / (2 - SHARE) + LEAST_SPREAD**2)
+        self.spread = min(spread, MOST_SPREAD)
 
     def bound(self, value: float) -> None:
-        """It is at least so much."""
+        """It is at least so much. Where nothing was measured, that is all that is known."""
         if value > self.value:
-            self.value, self.spread, self._variance = value, BOUND_SPREAD, BOUND_SPREAD**2
+            self.spread = GUESS_SPREAD if self.spread >= GUESS_SPREAD else BOUND_SPREAD
+            self.value, self._variance = value, BOUND_SPREAD**2
 
     def replace(self, value: float, spread: float) -> None:
         """Forget what was measured before."""

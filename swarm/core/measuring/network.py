@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from protocol.records import Estimates, LinkEstimate
+from protocol.records import GUESS_SPREAD, Estimates, LinkEstimate
 from protocol.signing import PeerId
 from swarm.core.measuring.capacities import capacities
 from swarm.core.measuring.coordinates import Coordinates, coordinates
-from swarm.core.measuring.estimation import BOUND_SPREAD
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -109,7 +108,7 @@ class _Told:
 
     def _take(self, i: int, j: int, link: LinkEstimate) -> None:
         bandwidth = _bounded(link.bandwidth, LEAST_BANDWIDTH, MOST_BANDWIDTH)
-        if link.spread >= BOUND_SPREAD:
+        if link.spread >= GUESS_SPREAD:
             self.least_bandwidth[i, j] = bandwidth
         elif bandwidth > 0:
             self.bandwidth[i, j], self.spread[i, j] = bandwidth, link.spread

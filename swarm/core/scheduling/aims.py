@@ -44,8 +44,10 @@ def aimed(
     if math.isinf(least_gain):
         return placed
     benched = {each.peer for each in placed.standby if each.reason}
-    still = {*benched, *excluded}
-    moved, made = rebalanced(problem, placed, hysteresis=MOVE_GAIN, workers=workers, excluded=still)
+    staying = {*benched, *excluded}
+    moved, made = rebalanced(
+        problem, placed, hysteresis=MOVE_GAIN, workers=workers, excluded=staying
+    )
     if made and step_seconds(problem, moved) < step_seconds(problem, placed) * (1 - least_gain):
         return moved
     return placed

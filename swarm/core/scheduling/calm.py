@@ -18,7 +18,7 @@ MEMBERS_GAIN = 0.02
 
 
 class Calm:
-    """Until when improvements wait."""
+    """How long improvements wait, and what they have to gain then."""
 
     def __init__(self) -> None:
         self._until = 0.0

@@ -40,7 +40,7 @@ from swarm.core.scheduling.wiring import stage_limits
 from swarm.errors import NoFeasiblePlan
 
 HYSTERESIS = 0.1
-"""A move must make the slowest stage faster by this fraction."""
+"""A move must make the slowest stage faster by this fraction, or all of a plan together a step."""
 ROUNDING = 1e-12
 """Gains below this are none."""
 

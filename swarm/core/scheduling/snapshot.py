@@ -62,7 +62,7 @@ def problem_of(
     `estimates` are signed `Estimates` that have been checked; who has none, or those of another
     boot, is as others are on average. `before` is the plan whose stages are kept: its cuts are the
     only ones, and its hosts hold what they host. `stages` says how many there are; 0: free.
-    `horizon_seconds`: how long a plan is expected to last (horizon.py).
+    `horizon_seconds`: how long a role is expected to last (horizon.py).
     """
     own = tuple(estimates.get(each.signer) for each in members)
     kept = _Kept(before) if before is not None and before.stages else None

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.records import GUESS_SPREAD
 from swarm.core.measuring.estimation import (
-    BOUND_SPREAD,
     FILLING_BYTES,
     PROBE_BYTES,
     STEADY_BYTES,
@@ -54,14 +54,28 @@ def test_a_lower_bound_raises_and_never_lowers() -> None:
     average.bound(50.0)
     assert average.value == 100.0
     average.bound(200.0)
-    assert average.value == 200.0 and average.spread == BOUND_SPREAD
+    assert average.value == 200.0 and average.spread >= 0.5
+    assert average.spread < GUESS_SPREAD  # it was measured, and is more
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20), st.floats(0, 1e3))
+def test_what_was_measured_is_no_guess_however_noisy(values: list[float], spread: float) -> None:
+    average = Average()
+    for value in values:
+        average.take(value, spread)
+        assert average.spread < GUESS_SPREAD
+    average.bound(1e10)
+    assert average.spread < GUESS_SPREAD
 
 
 def test_what_is_measured_takes_the_place_of_a_lower_bound() -> None:
     average = Average()
     average.bound(10.0)
+    assert average.value == 10.0 and average.spread >= GUESS_SPREAD
+    average.bound(20.0)
+    assert average.value == 20.0 and average.spread >= GUESS_SPREAD
     average.take(400.0)
-    assert average.value == 400.0 and average.spread < BOUND_SPREAD
+    assert average.value == 400.0 and average.spread < 0.5
     average.bound(500.0)
     average.take(480.0)  # the bound was right, and the measurement is noisy
     assert 480.0 <= average.value <= 500.0

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.records import LinkEstimate
-from swarm.core.measuring.estimation import BOUND_SPREAD
+from protocol.records import GUESS_SPREAD, LinkEstimate
 from swarm.core.measuring.network import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY_SECONDS,
@@ -168,7 +167,7 @@ def test_whatever_peers_tell_the_network_is_whole(
         for link in given[sender].links:
             j = names.index(link.peer)
             if i != j and link.bandwidth >= 1:
-                is_bound = link.spread >= BOUND_SPREAD
+                is_bound = link.spread >= GUESS_SPREAD
                 assert network.bandwidth[i, j] >= link.bandwidth
                 assert is_bound or network.bandwidth[i, j] == link.bandwidth
             if i != j and link.latency_seconds >= 1e-6:
@@ -184,7 +183,7 @@ def test_what_is_at_least_so_quick_says_nothing_of_how_quick_it_is() -> None:
             peer,
             *own.links,
             *(
-                LinkEstimate(other, 1e6, 0.0, BOUND_SPREAD)
+                LinkEstimate(other, 1e6, 0.0, GUESS_SPREAD)
                 for other in world.names
                 if other != peer and other not in {link.peer for link in own.links}
             ),
@@ -198,7 +197,7 @@ def test_what_is_at_least_so_quick_says_nothing_of_how_quick_it_is() -> None:
 
 def test_nothing_is_slower_than_it_is_at_least() -> None:
     names = ["a", "b", "c"]
-    quick = LinkEstimate("c", 5e9, 0.0, BOUND_SPREAD)
+    quick = LinkEstimate("c", 5e9, 0.0, GUESS_SPREAD)
     only = completed(names, {"a": estimates("a", quick)})
     assert only.bandwidth[0, 2] == 5e9
     measured = LinkEstimate("b", 1e8, 0.0, 0.1)
